@@ -10,7 +10,7 @@ from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
 from tfdist.callbacks.plan_comparison import PlanComparison, StepMeter
 from tfdist.callbacks.strategy_support import check_strategies_early, describe_strategy, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations, LinkStats
-from tfdist.collectives.byte_counters import GRADIENTS
+from tfdist.collectives.byte_counters import GRADIENTS, counted_since
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.training.strategy_protocol import training_strategy
@@ -41,9 +41,7 @@ class LinkReading:
 
     def since(self, earlier: "LinkReading | None") -> "LinkReading":
         """Returns what was counted after `earlier`; None is a reading of zeros."""
-        before = earlier.links if earlier is not None else {}
-        names = {**self.links, **before}
-        return LinkReading({link: self.links.get(link, LinkStats()) - before.get(link, LinkStats()) for link in names})
+        return LinkReading(counted_since({} if earlier is None else earlier.links, self.links, LinkStats()))
 
     def logs(self, updates: int) -> dict[str, float]:
         """Returns the entries of the logs: averages over the updates."""
@@ -271,14 +269,8 @@ class _Reading:
         return cls(values["updates"], counts, durations, links and LinkReading.from_dict(links))
 
     def since(self, earlier: "_Reading") -> "_Reading":
-        counts = {
-            name: self.counts.get(name, CommunicationStats()) - earlier.counts.get(name, CommunicationStats())
-            for name in {**self.counts, **earlier.counts}
-        }
-        spent = {
-            name: self.durations.get(name, ExchangeDurations()) - earlier.durations.get(name, ExchangeDurations())
-            for name in {**self.durations, **earlier.durations}
-        }
+        counts = counted_since(earlier.counts, self.counts, CommunicationStats())
+        spent = counted_since(earlier.durations, self.durations, ExchangeDurations())
         links = None if self.links is None else self.links.since(earlier.links)
         return _Reading(self.updates - earlier.updates, counts, spent, links)
 

@@ -161,11 +161,7 @@ class ParameterServerWorkers:
         self._stats = list(self._strategy.worker_stats)
 
     def scalars(self, seconds: float) -> list[Scalars]:
-        """Returns the values since the last call, by worker.
-
-        Args:
-            seconds: Duration of the training steps since then.
-        """
+        """Returns the values since the last call, by worker; training steps have taken `seconds` since then."""
         before, self._stats = self._stats, list(self._strategy.worker_stats)
         done = [stats.since(earlier) for stats, earlier in zip(self._stats, before, strict=True)]
         return [_of_worker(stats, seconds) if stats.steps else {} for stats in done]
@@ -402,13 +398,7 @@ class EventLog:
         self._append(tf.compat.v1.Event(wall_time=time.time(), step=first_forgotten, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float], descriptions: Mapping[str, str]) -> None:
-        """Writes one point of each curve.
-
-        Args:
-            step: The training step.
-            scalars: Values by tag.
-            descriptions: Markdown that TensorBoard shows, by tag.
-        """
+        """Writes one point of each curve, by tag; TensorBoard shows descriptions, which are Markdown."""
         event = tf.compat.v1.Event(wall_time=time.time(), step=step)
         for tag, number in scalars.items():
             value = event.summary.value.add(tag=tag, tensor=tf.make_tensor_proto(number, tf.float32))

@@ -67,10 +67,7 @@ def check_workers_run_the_script(spec: dict[str, Any]) -> None:
 def check_parameter_server_cluster(spec: dict[str, Any], task_type: str | None, task_id: int | None) -> None:
     """Checks the jobs of a cluster with parameter servers, and the place of this process in it.
 
-    Args:
-        spec: By job, its tasks.
-        task_type: The job of this process. None or empty: this process is the chief.
-        task_id: Its number in its job.
+    A process without a task type is the chief.
 
     Raises:
         ValueError: The cluster has several chiefs, an unknown job, no worker or no server, or not this task.

@@ -32,11 +32,6 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
 
     Workers that called different exchanges, or were late, are all still there, and meet again in new strategies.
 
-    Args:
-        spec: By job, the addresses of its tasks.
-        resolver: Of the cluster.
-        timeout_seconds: How long the others may take to start.
-
     Returns:
         The boundary to the exchange with them; `None` without other workers.
 
@@ -90,9 +85,6 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
 
 def encryption_of(environ: Mapping[str, str]) -> Encryption | None:
     """Returns the certificates that the environment gives for TLS between workers; `None` without.
-
-    Args:
-        environ: The environment, for example `os.environ`.
 
     Raises:
         ValueError: Some of the three variables are set and some are not, or a file is missing.

@@ -65,16 +65,6 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         check_installed_versions(is_chief=True)
 
     @property
-    def rank(self) -> int:
-        """0: there is one process."""
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        """1: there is one process."""
-        return 1
-
-    @property
     def replicas_of_workers(self) -> tuple[int]:
         """The number of devices: there is one process."""
         return (self.num_replicas_in_sync,)

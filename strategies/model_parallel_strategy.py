@@ -132,16 +132,6 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         check_installed_versions(is_chief=True)
 
     @property
-    def rank(self) -> int:
-        """0: this process alone calls `fit`."""
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        """1: this process."""
-        return 1
-
-    @property
     def replicas_of_workers(self) -> tuple[int, ...]:
         """1: all devices together compute one replica."""
         return (1,)
@@ -190,29 +180,9 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         return variable_bytes_by_device(model)
 
     @property
-    def gradient_reduction(self) -> None:
-        """None: gradients are not reduced by collectives."""
-        return None
-
-    @property
     def compression_state(self) -> CompressionState:
         """The state that the compressors keep from step to step, for each column; those of its stages are on them."""
         return self._compression_state
-
-    @property
-    def local_updates(self) -> None:
-        """None: columns exchange gradients in each update."""
-        return None
-
-    @property
-    def row_shares(self) -> None:
-        """None: columns compute equal parts of a batch."""
-        return None
-
-    @property
-    def worker_stats(self) -> tuple[()]:
-        """Empty: statistics for each worker exist under parameter servers only."""
-        return ()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn`; a step of a Keras model runs in stages.
@@ -311,9 +281,6 @@ def compare_cpus_of_columns(columns: Sequence[Sequence[str]]) -> None:
     """Leaves XLA to the users if columns have CPUs with different instructions, and their weights would differ.
 
     XLA decodes and sums large compressed gradients in each column.
-
-    Args:
-        columns: By column, the devices of its stages.
     """
     tasks: dict[tuple[str | None, int | None], str] = {}
     for device in (device for column in columns for device in column):
@@ -332,9 +299,6 @@ _connected: tuple[cluster.ClusterSpec, ServerMonitor] | None = None
 
 def connect_to_workers(start_timeout_seconds: float) -> ServerMonitor | None:
     """Connects the chief to its workers. In the process of a worker it serves until the chief has ended, then exits.
-
-    Args:
-        start_timeout_seconds: How long to wait for the workers.
 
     Returns:
         What notices that a worker is lost; None if the environment describes no cluster, or one of this process alone.

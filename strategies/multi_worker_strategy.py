@@ -10,6 +10,7 @@ from tfdist import cluster
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import LocalMode
+from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
@@ -20,16 +21,12 @@ from tfdist.strategies.cluster_resolver import (
     worker_resolver,
 )
 from tfdist.strategies.exchange_start import workers_boundary
-from tfdist.strategies.local_update_patches import local_mode_of, local_updates_of
+from tfdist.strategies.local_update_hooks import local_mode_of, samples_of_step
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.strategies.worker_devices import devices_of_workers
-from tfdist.strategies.worker_start import (
-    agree_on_random_seed,
-    compare_cpus,
-    default_micro_batches,
-)
+from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
@@ -155,7 +152,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
-            self._local_updates = local_updates_of(self, local_mode)
+            self._local_updates = LocalUpdates(self, local_mode, samples_of_step)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
@@ -292,11 +289,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 @contextlib.contextmanager
 def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_seconds: float) -> Iterator[None]:
     """Within this context a strategy starts TensorFlow's server, which NCCL needs, and waits for the other workers.
-
-    Args:
-        spec: By job, the addresses of its tasks.
-        resolver: Of the cluster.
-        timeout_seconds: How long the others may take to start.
 
     Raises:
         RuntimeError: TensorFlow has already created its devices.

@@ -128,11 +128,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         check_installed_versions(is_chief=True)
 
     @property
-    def rank(self) -> int:
-        """0: the chief trains."""
-        return 0
-
-    @property
     def num_workers(self) -> int:
         """The number of workers, without the chief and the servers."""
         return self._num_workers
@@ -154,26 +149,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         return CommunicationStats(
             gradient_collectives=pushes, gradient_bytes=pushed, wire_bytes=pushed, updates=self._stats.updates
         )
-
-    @property
-    def gradient_reduction(self) -> None:
-        """None: workers push to servers, and replicas do not reduce gradients with each other."""
-        return None
-
-    @property
-    def compression_state(self) -> None:
-        """None: each worker keeps the state of its compressors, which is not saved."""
-        return None
-
-    @property
-    def local_updates(self) -> None:
-        """None: clients of `FederatedAveraging` update copies of the variables, which callbacks do not see."""
-        return None
-
-    @property
-    def row_shares(self) -> None:
-        """None: the chief divides batches into parts of rounds, which no worker draws."""
-        return None
 
     @property
     def worker_stats(self) -> tuple[WorkerStats, ...]:
@@ -292,7 +267,3 @@ def _checked(
     if pull_dtype not in (None, "bfloat16", "float16"):
         raise ValueError(f"Invalid `pull_dtype`. Received: {pull_dtype!r}. Expected: 'bfloat16', 'float16' or None.")
     return None if pull_dtype is None else tf.as_dtype(pull_dtype)
-
-
-def _is_ours(strategy: Any) -> bool:
-    return isinstance(strategy, ParameterServerStrategy)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
 from tfdist.strategies.exchange_start import raise_failed_exchange
+from tfdist.strategies.local_update_hooks import begin_epoch, end_epoch, ends_are_known, mean_of_workers
 from tfdist.strategy_hooks import StrategyHooks, UpdateHooks
 from tfdist.training.batch_comparison import DifferentBatchesError
 from tfdist.training.failed_steps import recover_from
@@ -75,6 +76,10 @@ HOOKS = StrategyHooks(
     keeps_order=keeps_order_of_rows,
     agree_on_batches=lambda strategy, batches: strategy._max_batches(batches),
     carry_counts=lambda strategy, dataset, batches: strategy._carry_counts(dataset, batches),
+    begin_epoch=begin_epoch,
+    end_epoch=end_epoch,
+    mean_of_workers=mean_of_workers,
+    ends_are_known=ends_are_known,
     before_step=lambda strategy: strategy.check_batches(),
     on_error=_on_error,
     at_end=_at_end,

@@ -2,8 +2,8 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -39,13 +39,10 @@ from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.empty_batches import predict_on_replicas
 from tfdist.training.model_checks import check_model
 from tfdist.training.replica_step import local_parts, step_on_replicas
-from tfdist.training.sample_shares import (
-    is_distributed,
-    note_read_number,
-    rows_of_part,
-    time_wait,
-)
+from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.utils.argument_checks import is_whole_number
+from tfdist.utils.temporary_values import setting_attributes
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
@@ -84,7 +81,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         policy = compression if isinstance(compression, Policy) else Policy(compression)
         if bucket_bytes is None:
             bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+        if not is_whole_number(bucket_bytes, at_least=0):
             raise ValueError(
                 f"Invalid `bucket_bytes`. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, 0 for "
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
@@ -175,11 +172,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def gradient_reduction(self) -> ReplicaReduction:
         """The reduction of this process's first replica, for tfdist's callbacks."""
         return self.extended.replica_operations.reductions[0]
-
-    @property
-    def worker_stats(self) -> tuple[()]:
-        """Empty: statistics for each worker exist under parameter servers only."""
-        return ()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica, as `tf.distribute.Strategy.run` does.
@@ -287,13 +279,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """Returns the distributed dataset whose batches carry their numbers of samples, if one worker cannot tell."""
         return dataset
 
-    @contextmanager
-    def _building_locally(self) -> Iterator[None]:
-        self._builds_locally = True
-        try:
-            yield
-        finally:
-            self._builds_locally = False
+    def _building_locally(self) -> AbstractContextManager[None]:
+        return setting_attributes(self, _builds_locally=True)
 
     def _axis(self, value: Any, axis: Any) -> Any:
         ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}

@@ -27,13 +27,7 @@ def _has_workers(strategy: Any) -> bool:
 
 
 def share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> SharedPaths:
-    """Exchanges the paths of the callbacks of all workers; all call this when `fit` begins.
-
-    Args:
-        strategy: The strategy, on several workers.
-        paths: Of this worker.
-        has_backups: Whether this worker has a callback that restores a backup.
-    """
+    """Exchanges the paths of the callbacks of all workers; all call this when `fit` begins."""
     numbers = {path: _number_of(path) for path in paths}
     rows = _rows_of_workers(strategy, [[int(has_backups), 0], *([0, number] for number in numbers.values())])
     earlier = {number for rank, _, number in rows if rank < strategy.rank}

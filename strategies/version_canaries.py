@@ -39,9 +39,6 @@ def check_installed_versions(*, is_chief: bool) -> None:
 
     Only the chief runs them: the workers of a cluster have the same versions.
 
-    Args:
-        is_chief: Whether this process is the chief.
-
     Raises:
         UnsupportedVersionError: If TensorFlow or Keras is too old.
         MissingPrivateSymbolError: If objects of TensorFlow or Keras have lost a private attribute.
@@ -86,11 +83,7 @@ def _check_once(is_chief: bool) -> None:
 
 
 def canary_failures(devices: list[str]) -> list[str]:
-    """Trains on two devices, and returns what differs from the expectation: an empty list if nothing does.
-
-    Args:
-        devices: Names of two devices.
-    """
+    """Trains on two devices, given by name; returns what differs from the expectation."""
     from tfdist.strategies.mirrored_strategy import MirroredStrategy
 
     steps_of_batches: list[int] = []

@@ -16,13 +16,8 @@ def devices_of_workers(
 ) -> tuple[int, ...]:
     """Returns the numbers of devices of all workers, by rank, each of which calls this.
 
-    Args:
-        kind: The type of this worker's devices, "CPU" or "GPU".
-        number: Their number.
-        rank: The rank of this worker.
-        num_workers: The number of workers.
-        name: The name of the exchange in the key-value store of the cluster.
-        use_nccl: Whether the workers exchange by NCCL.
+    `kind` is the type of its devices, "CPU" or "GPU", `name` that of the exchange in the key-value store of the
+    cluster.
 
     Raises:
         ValueError: See `numbers_of_devices`.
@@ -32,12 +27,9 @@ def devices_of_workers(
 
 
 def described(kind: str, number: int, uuids: Sequence[str] = ()) -> str:
-    """Returns the line about the devices of a worker.
+    """Returns the line about the devices of a worker, of type "CPU" or "GPU".
 
-    Args:
-        kind: The type of the devices, "CPU" or "GPU".
-        number: The number of devices.
-        uuids: The identities of the physical GPUs, where no other worker may use them.
+    `uuids` are the identities of physical GPUs, where no other worker may use them.
     """
     return f"{number} {kind} {','.join(uuids)}"
 

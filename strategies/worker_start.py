@@ -24,13 +24,8 @@ def agree_on_random_seed(rank: int, num_workers: int, name: str) -> None:
     order.
 
     A seed of TensorFlow that the user has set is kept. The generators of Python and NumPy are seeded only where they
-    differ between workers, and nobody has seeded or used them since this module was imported. That is so where
-    `tfdist run` has not seeded them before the program began.
-
-    Args:
-        rank: The rank of this worker.
-        num_workers: The number of workers.
-        name: Of the seed in the key-value store of the cluster.
+    differ between workers, and nobody has seeded or used them since this module was imported. That is so where `tfdist
+    run` has not seeded them before the program began.
     """
     states = _states_of_generators()
     unused = {kind: state == _STATES_AT_IMPORT[kind] for kind, state in states.items()}
@@ -46,13 +41,7 @@ def agree_on_random_seed(rank: int, num_workers: int, name: str) -> None:
 
 
 def compare_cpus(rank: int, num_workers: int, name: str) -> None:
-    """Leaves XLA to the users if workers have CPUs with different instructions, and their weights would differ.
-
-    Args:
-        rank: The rank of this worker.
-        num_workers: The number of workers.
-        name: Of the CPUs in the key-value store of the cluster.
-    """
+    """Leaves XLA to the users if workers have CPUs with different instructions, and their weights would differ."""
     cpus = key_values.exchange(name, str(cpu_instructions()), rank, num_workers)
     if different_workers := [worker for worker, cpu in enumerate(cpus) if cpu != cpus[0]]:
         leave_xla_to_users(different_workers)
@@ -60,12 +49,6 @@ def compare_cpus(rank: int, num_workers: int, name: str) -> None:
 
 def compare_plans(rank: int, num_workers: int, name: str, plan: str) -> None:
     """Checks that all workers have created their strategy by the same plan.
-
-    Args:
-        rank: The rank of this worker.
-        num_workers: The number of workers.
-        name: Of the plans in the key-value store of the cluster.
-        plan: What the workers must have in common, as text.
 
     Raises:
         ValueError: Another worker has another plan.

@@ -46,6 +46,13 @@ class StrategyHooks:
         keeps_order: Whether replicas' parts of a batch are in the order of the replicas.
         agree_on_batches: Takes this worker's number of batches, too (`None`: unknown); returns that of all.
         carry_counts: Takes a distributed dataset and this worker's number of batches, too; returns the dataset to use.
+        begin_epoch: Takes whether an epoch is one of training, too, and whether all workers know its number of steps,
+            so that none has to ask whether the others' data has ended.
+        end_epoch: Takes whether the loop was one of training that no exception has ended, too.
+        mean_of_workers: Takes numbers that only this worker has computed, too; returns those for all workers. `None`:
+            all workers have the same.
+        ends_are_known: Returns a bool variable: whether as many steps are made on all workers as the one with most data
+            has batches, and no totals are needed. `None`: workers ask each other.
         before_step: Called before each execution of steps.
         on_error: Takes the error, too, before an exception ends an epoch.
         at_end: Takes whether the loop that ends is one of training, too.
@@ -72,6 +79,10 @@ class StrategyHooks:
     keeps_order: Callable[[Any], bool] = lambda strategy: False
     agree_on_batches: Callable[[Any, int | None], int | None] = lambda strategy, batches: batches
     carry_counts: Callable[[Any, Any, int | None], Any] = lambda strategy, dataset, batches: dataset
+    begin_epoch: Callable[[Any, bool, bool], None] = lambda strategy, is_training, knows_end: None
+    end_epoch: Callable[[Any, bool], None] = lambda strategy, has_trained: None
+    mean_of_workers: Callable[[Any, list[Any]], list[float] | None] = lambda strategy, numbers: None
+    ends_are_known: Callable[[Any], Any] = lambda strategy: None
     before_step: Callable[[Any], None] = lambda strategy: None
     on_error: Callable[[Any, BaseException], None] = lambda strategy, error: None
     at_end: Callable[[Any, bool], None] = lambda strategy, is_training: None

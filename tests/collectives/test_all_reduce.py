@@ -67,6 +67,17 @@ def test_a_replica_without_samples_sends_zeros_instead_of_what_backpropagation_m
     np.testing.assert_array_equal(results[1], [1.0, 2.0])
 
 
+def test_a_replica_without_samples_sends_rows_of_zeros():
+    rows = [
+        tf.IndexedSlices(tf.constant([[number]]), tf.constant([2]), tf.constant([4, 1])) for number in (1.0, np.nan)
+    ]
+
+    results, _ = on_replicas(
+        2, lambda group, rank: sum_tensors([rows[rank]], group, 0, contributes=tf.constant(rank == 0))[0]
+    )
+    assert [result.values.numpy().tolist() for result in results] == [[[1.0]], [[1.0]]]
+
+
 def test_nan_of_a_replica_with_samples_reaches_all():
     values = [np.array([1.0], "float32"), np.array([np.nan], "float32")]
     results, _ = on_replicas(2, lambda group, rank: sum_tensors([values[rank]], group, 0)[0])

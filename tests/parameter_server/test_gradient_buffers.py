@@ -110,3 +110,26 @@ def test_a_round_with_a_loss_scale_is_skipped_unless_all_parts_are_finite(gradie
     assert dense == [updates * 16 / 8] * WIDTH and table == [0, updates, updates, 0, 0, 0, 0]
     assert (int(of.optimizer.updates.numpy()), float(optimizer.dynamic_scale.numpy())) == (updates, scale)
     assert count == 5  # other changes are made
+
+
+def test_a_round_that_is_skipped_leaves_the_residuals_of_finite_parts():
+    """What a worker has sent is not applied if the part of another one is not finite, so nothing is left of it."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    optimizer.build([])
+    own, other, without_skipped = Round(LossScale(optimizer)), Round(), Round()
+    own.optimizer.counter = own.optimizer.updates
+    other.buffers, other.optimizer = own.buffers, own.optimizer
+    for of in (own, without_skipped):
+        of.encoder = GradientEncoder(Policy({"dense": "fp16"}, dense_below=0), tf.Variable)
+        of.encoder.prepare(["dense"], [tf.TensorShape([WIDTH])], may_skip_rounds=of is own)
+    for number, overflows in ((0.1, False), (0.7, True), (0.9, True), (0.3, False), (1.1, False)):
+        scale = float(optimizer.dynamic_scale)
+        for _ in range(2 if number == 0.3 else 1):  # also the part of a worker that was lost
+            own.part(0, number * scale, [1])
+            if not overflows:
+                without_skipped.part(0, number, [1])
+        other.part(1, np.inf if overflows else 0.0, [1])
+        own.update([0, 1], [0.5, 0.5])
+    residuals = [of.encoder.read_state("dense")["residual"].numpy() for of in (own, without_skipped)]
+    assert residuals[0].any()
+    np.testing.assert_array_equal(*residuals)

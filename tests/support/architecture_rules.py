@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tensor_parallel": frozenset({"internals", "pipeline", "utils"}),
     "pipeline": frozenset({"collectives", "compression", "internals", "losses", "updates", "utils"}),
     "training": frozenset(
-        "collectives compression internals load_balancing losses sharded_state strategy_hooks updates".split()
+        "collectives compression internals load_balancing losses sharded_state strategy_hooks updates utils".split()
     ),
     "losses": frozenset({"internals"}),
     "load_balancing": frozenset({"internals", "utils"}),

@@ -71,9 +71,6 @@ class DirectoryLock:
     def acquire(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> None:
         """Locks the directory. Waits while another process holds the lock, and logs that it waits.
 
-        Args:
-            timeout_seconds: How long to wait; the holder may be about to exit.
-
         Raises:
             CheckpointError: If another process held the lock all the time; the message names it.
         """

@@ -27,10 +27,7 @@ class OtherFormatError(CheckpointError):
 def explained(what: str, directory: Path, reassurance: str = "") -> Iterator[None]:
     """Turns an `OSError` within the context into a `CheckpointError` with a remedy.
 
-    Args:
-        what: What failed, as a sentence without its full stop.
-        directory: The directory of the store.
-        reassurance: The last sentence of the message.
+    `what` failed is a sentence without its full stop, `reassurance` the last one of the message.
     """
     try:
         yield

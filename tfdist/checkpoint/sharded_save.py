@@ -37,13 +37,6 @@ _TIMEOUT_AT_EXIT_SECONDS = 60.0
 class ShardedSave:
     """One rank's part of a save.
 
-    Args:
-        directory: The directory of the store.
-        sequence: The checkpoint's sequence number.
-        attempt: A string that is unique to a start of the program.
-        rank: The rank of this process.
-        num_ranks: The number of ranks.
-
     Raises:
         ValueError: If one of them is invalid.
     """

@@ -27,10 +27,7 @@ class WorkerFiles(Protocol):
         ...
 
     def write(self, directory: Path) -> Mapping[str, int | None]:
-        """Makes the workers write their files.
-
-        Args:
-            directory: Where to write, an absolute path.
+        """Makes the workers write their files into a directory, given by an absolute path.
 
         Returns:
             The size of each file by its name, or None if it is not known here.

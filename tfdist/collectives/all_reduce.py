@@ -147,9 +147,7 @@ class ReplicaReduction:
     def sum_of_workers(self, tensors: Sequence[tf.Tensor], paths: Sequence[str]) -> list[tf.Tensor]:
         """Sums `tensors` of the workers' first devices, compressed by the policy; all devices of workers get the sums.
 
-        Args:
-            tensors: Dense, of the shapes of the variables at `paths`; equal on all devices of a worker.
-            paths: The unique paths of these variables, under which compressors keep their state.
+        They are dense, of the shapes of the variables at `paths`, and equal on all devices of a worker.
         """
         return self._hierarchy.broadcast_locally(self._summed_between(tensors, paths), None)
 
@@ -168,8 +166,7 @@ class ReplicaReduction:
     def share_of_worker(self, samples: tf.Tensor) -> tf.Tensor:
         """Returns this worker's share of the samples of all workers, or equal shares if nobody has any.
 
-        Args:
-            samples: The number of samples, a float32 scalar that is equal on all devices of a worker.
+        `samples` is a float32 scalar that is equal on all devices of a worker.
         """
         cross = self._hierarchy.cross
         if cross is None:
@@ -181,10 +178,7 @@ class ReplicaReduction:
     def gradient_group(self, tensors: Sequence[Any], options: Any = None) -> Group:
         """Returns all replicas as a group that counts gradients, for one update that exchanges `tensors` itself.
 
-        Args:
-            tensors: The gradients of the update, in the order of `context.paths`; none if `scatter_compressed`
-                exchanges them.
-            options: See `__call__`.
+        These are in the order of `context.paths`; there are none if `scatter_compressed` exchanges them.
         """
         group = self._group(self._hierarchy.all, GRADIENTS, options)
         if tensors:
@@ -196,10 +190,6 @@ class ReplicaReduction:
         """Returns the sums of gradients over all replicas, compressed by `policy`: the own parts of dense ones, flat.
 
         Between workers with several devices whole sums are exchanged, of which parts are taken.
-
-        Args:
-            tensors: The gradients of an update, in the order of `context.paths`.
-            parts: The owners of their values.
         """
         assert self.policy is not None
         self._counters.add_update()
@@ -223,21 +213,14 @@ class ReplicaReduction:
         options: Any,
         parts: OwnedParts | None = None,
     ) -> list[Any]:
-        contributes = self.context.contributes
-        tensors = [
-            tensor if isinstance(tensor, tf.IndexedSlices) else zeros_unless(contributes, tensor) for tensor in tensors
-        ]
+        tensors = [zeros_unless(self.context.contributes, tensor) for tensor in tensors]
         local, cross = self._hierarchy.local, self._hierarchy.cross
         if local is not None:
             tensors = sum_tensors(tensors, CollectiveGroup(local, options=options), self._bucket_bytes)
         if cross is not None:
             state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
             reduction = CompressedReduction(
-                policy,
-                state,
-                self._counters,
-                self._bucket_bytes,
-                lambda label: self._group(cross, label, options),
+                policy, state, self._counters, self._bucket_bytes, lambda label: self._group(cross, label, options)
             )
             tensors = reduction(tensors, paths, parts)
         return self._hierarchy.broadcast_locally(tensors, options)
@@ -262,17 +245,9 @@ class ReplicaReduction:
 def sum_tensors(
     tensors: Sequence[Any], group: Group, bucket_bytes: int, contributes: tf.Tensor | None = None
 ) -> list[Any]:
-    """Sums each of `tensors` over `group`.
+    """Sums each of `tensors`, dense ones and `tf.IndexedSlices`, over `group`; see `fill_buckets` and `of_gradients`.
 
-    Args:
-        tensors: Dense tensors and `tf.IndexedSlices`. Except for the number of rows of slices, their shapes are equal
-            on all replicas.
-        group: The replicas that take part.
-        bucket_bytes: See `fill_buckets`.
-        contributes: See `ReductionContext.of_gradients`.
-
-    Returns:
-        The sums in the order of `tensors`.
+    Except for the number of rows of slices, their shapes are equal on all replicas.
     """
     results: list[Any] = [None] * len(tensors)
     dense = [position for position, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
@@ -286,7 +261,7 @@ def sum_tensors(
             results[dense[position]] = tensor
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            timed, (values,) = begin_bucket(group, [tensor.values])
+            timed, (values,) = begin_bucket(group, [zeros_unless(contributes, tensor.values)])
             summed = sum_indexed_slices(with_values(tensor, values), timed)
             results[position] = with_values(summed, *end_bucket(timed, [summed.values]))
     return results

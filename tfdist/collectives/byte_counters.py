@@ -1,7 +1,8 @@
 """Counts, in the graph, the collectives that one replica executes and their bytes, and bytes between devices."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self, TypeVar
 
 import tensorflow as tf
 
@@ -13,9 +14,32 @@ GRADIENTS = "gradients"
 OTHER = "other"
 _UPDATES = "updates"
 
+_Counts = TypeVar("_Counts", bound="Counts")
+
 
 @dataclass(frozen=True)
-class CommunicationStats:
+class Counts:
+    """Base of dataclasses of numbers, which are added up, and of which earlier ones are subtracted."""
+
+    def __add__(self, other: Self) -> Self:
+        return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, earlier: Self) -> Self:
+        """Returns what was counted after `earlier`.
+
+        >>> CommunicationStats(3, 300) - CommunicationStats(1, 100) == CommunicationStats(2, 200)
+        True
+        """
+        return replace(self, **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+
+def counted_since(earlier: Mapping[str, _Counts], now: Mapping[str, _Counts], none: _Counts) -> dict[str, _Counts]:
+    """Returns what was counted by name after `earlier`; `none` is what a name has that is missing."""
+    return {name: now.get(name, none) - earlier.get(name, none) for name in {**now, **earlier}}
+
+
+@dataclass(frozen=True)
+class CommunicationStats(Counts):
     """What a replica has passed to collectives so far; under parameter servers, what all workers have pushed.
 
     Under model parallelism, what all devices have sent to each other. Collectives are not counted there.
@@ -50,20 +74,9 @@ class CommunicationStats:
         """
         return self.dense_bytes / self.wire_bytes if self.wire_bytes and self.dense_bytes else 1.0
 
-    def __add__(self, other: "CommunicationStats") -> "CommunicationStats":
-        return CommunicationStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def __sub__(self, earlier: "CommunicationStats") -> "CommunicationStats":
-        """Returns what was counted after `earlier`.
-
-        >>> CommunicationStats(3, 300) - CommunicationStats(1, 100) == CommunicationStats(2, 200)
-        True
-        """
-        return CommunicationStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
 
 @dataclass(frozen=True)
-class LinkStats:
+class LinkStats(Counts):
     """Bytes that one device has sent to another. Scalars, such as losses and norms, are not counted.
 
     Attributes:
@@ -90,17 +103,6 @@ class LinkStats:
         7
         """
         return sum(getattr(self, field.name) for field in fields(self))
-
-    def __add__(self, other: "LinkStats") -> "LinkStats":
-        return LinkStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def __sub__(self, earlier: "LinkStats") -> "LinkStats":
-        """Returns what was counted after `earlier`.
-
-        >>> LinkStats(5, 7) - LinkStats(1, 2) == LinkStats(batch_bytes=4, activation_bytes=5)
-        True
-        """
-        return LinkStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 class ByteCounters:

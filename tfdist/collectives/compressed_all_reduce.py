@@ -45,15 +45,7 @@ class CompressedReduction:
         bucket_bytes: int,
         group: Callable[[str], Group],
     ) -> None:
-        """Reduces by `policy`.
-
-        Args:
-            policy: Chooses the compressors.
-            state: The state of the compressors on this replica.
-            counters: Count what an uncompressed exchange would have sent.
-            bucket_bytes: See `fill_buckets`.
-            group: Takes a label of the counters, returns the group to reduce over.
-        """
+        """Reduces by `policy`, over the `group` of a label of the counters."""
         self._policy = policy
         self._state = state
         self._counters = counters

@@ -143,13 +143,10 @@ def redistribute(
 ) -> dict[str, dict[str, tf.Tensor]]:
     """Returns the state of replica `number` of `size` from the states that another number of replicas has saved.
 
-    Residuals and velocities of the old replicas `i` with `i % size == number` are added up, so that their sum over
-    all replicas does not change. All other entries are equal on all replicas; those of the first are used.
+    Residuals and velocities of the old replicas `i` with `i % size == number` are added up, so that their sum over all
+    replicas does not change. All other entries are equal on all replicas; those of the first are used.
 
-    Args:
-        number: The number of this replica, from 0.
-        size: The present number of replicas.
-        saved: The states by number of the old replica, path and entry.
+    States are by number of the old replica, path and entry.
     """
     share: dict[str, dict[str, tf.Tensor]] = {}
     first = saved[min(saved)]
@@ -193,12 +190,7 @@ class SavedWays(tf.train.experimental.PythonState):
     """The number of devices of a stage, which `tf.train.Checkpoint` saves, and compares when it restores."""
 
     def __init__(self, ways: Callable[[], int], has_state: Callable[[], bool]) -> None:
-        """Saves what the functions return.
-
-        Args:
-            ways: The number of devices that share a stage.
-            has_state: Whether compressors keep a state. Without one any number fits.
-        """
+        """Saves `ways`, how many devices share a stage. Without a state of compressors any number fits."""
         super().__init__()
         self._ways, self._has_state = ways, has_state
 

@@ -1,10 +1,11 @@
 """Times, in the graph, the encoding, the exchange and the decoding of gradients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import tensorflow as tf
 
+from tfdist.collectives.byte_counters import Counts
 from tfdist.compression import Group
 from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
@@ -13,7 +14,7 @@ _ENCODE, _EXCHANGE, _DECODE = range(3)
 
 
 @dataclass(frozen=True)
-class ExchangeDurations:
+class ExchangeDurations(Counts):
     """Time spent on buckets of gradients, added up. Buckets overlap each other and the computation.
 
     Attributes:
@@ -25,12 +26,6 @@ class ExchangeDurations:
     encode_seconds: float = 0.0
     exchange_seconds: float = 0.0
     decode_seconds: float = 0.0
-
-    def __add__(self, other: "ExchangeDurations") -> "ExchangeDurations":
-        return ExchangeDurations(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def __sub__(self, earlier: "ExchangeDurations") -> "ExchangeDurations":
-        return ExchangeDurations(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 class ExchangeTimer:
@@ -160,13 +155,5 @@ def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> tuple[Group, l
 
 
 def end_bucket(group: Group, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Ends the timing that `begin_bucket` began.
-
-    Args:
-        group: The group that `begin_bucket` returned.
-        sums: The bucket's results.
-
-    Returns:
-        The results to use.
-    """
+    """Ends the timing that `begin_bucket` began; returns the bucket's results to use."""
     return group.end(sums) if isinstance(group, _TimedBucket) else list(sums)

@@ -9,14 +9,9 @@ from tfdist.compression.gradient_tensors import sum_duplicate_rows
 
 
 def sum_indexed_slices(slices: tf.IndexedSlices, group: Group) -> tf.IndexedSlices:
-    """Sums `slices` over the group; the replicas may have different numbers of rows.
+    """Sums `slices`, of any floating dtype, over the group; each index of the sum occurs once.
 
-    Args:
-        slices: `values` of shape `[rows, ...]` and any floating dtype, `indices` of shape `[rows]`.
-        group: The replicas that take part.
-
-    Returns:
-        The sum. Each index occurs once.
+    The replicas may have different numbers of rows.
     """
     slices = sum_duplicate_rows(slices)
     if group.size == 1:
@@ -34,11 +29,7 @@ def sum_encoded_slices(
 
     The compression state of rows that are not in `slices` does not change.
 
-    Args:
-        slices: Float32 `values` of shape `[rows, ...]`, `indices` of shape `[rows]`.
-        compressor: A compressor with `encodes_rows`.
-        group: The replicas that take part.
-        state: The state of `compressor` for the complete variable.
+    These have float32 `values` of shape `[rows, ...]`. `state` is that of the complete variable.
 
     Returns:
         The sum, in which each index occurs once; the new state, of which entries of the variable's shape hold the

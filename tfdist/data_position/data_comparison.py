@@ -61,11 +61,8 @@ def first_difference(before: ElementDescriptions, now: ElementDescriptions) -> t
 def check_same_data(position: Position, now: Mapping[str, Any], *, same_workers: bool = True) -> None:
     """Checks that the data is that of the run to resume.
 
-    Args:
-        position: The position of the run to resume.
-        now: The same attributes of this run. Those that may be unknown are compared only if both sides know them.
-        same_workers: Whether the number of workers is the same as before. If not, the batch size may depend on it,
-            and another batch size is a warning.
+    Attributes that may be unknown are compared only if both sides know them. With another number of workers the batch
+    size may depend on it, and another batch size is a warning.
 
     Raises:
         ValueError: If anything differs; the message names the first difference.

@@ -93,10 +93,8 @@ class DatasetSource:
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
         """Raises or warns if the order cannot be repeated; draws nothing.
 
-        Args:
-            order: What `order` returned before the restart.
-            drawn: Number of batches drawn from each iterator before the restart.
-            replay: Whether batches of data without a position may be drawn and discarded.
+        `order` and the numbers of batches `drawn` from each iterator are of before the restart. With `replay`, batches
+        of data without a position may be drawn and discarded.
         """
         seeds = random_seeds(self.dataset)
         if order["seeds"] != seeds and not has_unseeded(order["seeds"]):

@@ -139,9 +139,7 @@ class PyDatasetHooks:
     def repeat(self, order: Json, within_epoch: bool) -> None:
         """Repeats the calls made before `order` was taken.
 
-        Args:
-            order: What `order` returned.
-            within_epoch: Whether the last call of `on_epoch_begin` is left to Keras.
+        In the middle of an epoch the last call of `on_epoch_begin` is left to Keras.
         """
         begins, ends = order["hooks"][BEGIN] - within_epoch, order["hooks"][END]
         made = {(hook, number): states for hook, number, states in self._draws}
@@ -231,6 +229,7 @@ class PyDatasetView(keras.utils.PyDataset):
         hooks: Calls the data's hooks.
         state: The state of `random` before the order of this pass was drawn, as `random.getstate()` returns it; `None`
             if the pass is not shuffled.
+        has_state: Whether the data has `get_state` and `set_state`.
     """
 
     def __init__(self, source: Any, shuffle: bool) -> None:
@@ -243,7 +242,7 @@ class PyDatasetView(keras.utils.PyDataset):
         self._first = 0
         self._tracks_position = False
         self._is_read_in_order = source.workers <= 1 and not source.use_multiprocessing
-        self._has_state = all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
+        self.has_state = all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
         self._own_at_begin: Any = None
         self._ahead = ReadAhead()
         self._last_own: Any = None
@@ -254,17 +253,12 @@ class PyDatasetView(keras.utils.PyDataset):
         """The class name of the data."""
         return type(self._source).__name__
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the data has `get_state` and `set_state`."""
-        return self._has_state
-
     def track_position(self) -> None:
         """Records from now on what `order` needs."""
         self._tracks_position = True
         self.hooks.track_position()
-        if self._has_state and (why := self._why_state_is_unsupported()):
-            self._has_state = False
+        if self.has_state and (why := self._why_state_is_unsupported()):
+            self.has_state = False
             warnings.warn(
                 f"The `get_state()` of a {self.source_name} is not saved. Received: {why}. Expected: "
                 "numbers, strings, arrays, and lists and dictionaries (with strings for keys) of these. Return "
@@ -283,10 +277,9 @@ class PyDatasetView(keras.utils.PyDataset):
     def order(self, drawn: int | None) -> Json:
         """Returns what determines the next batches.
 
-        Args:
-            drawn: Number of batches of this pass trained on; `None` if a new pass comes next.
+        `drawn` batches of this pass were trained on; `None`: a new pass comes next.
         """
-        if self._has_state and (drawn is None or self._is_read_in_order):
+        if self.has_state and (drawn is None or self._is_read_in_order):
             own_state: Any = copy.deepcopy(self._source.get_state())
         else:
             own_state = self._own_at_begin
@@ -308,12 +301,7 @@ class PyDatasetView(keras.utils.PyDataset):
             self._pending[OWN] = order[OWN]
 
     def begin_pass(self, first: int = 0, state: Any = None) -> None:
-        """Begins a pass over the data.
-
-        Args:
-            first: The first batch of the pass to read, from 0.
-            state: The state of `random` that determines the order; `None` for a new order.
-        """
+        """Begins a pass with batch `first`, in the order of a `state` of `random`, or in a new one."""
         self._first = first
         self._ahead.clear()
         self.state = self._order = None
@@ -350,7 +338,7 @@ class PyDatasetView(keras.utils.PyDataset):
                 set_global_states(present)
                 self._source.set_state(copy.deepcopy(pending[OWN]))
             set_global_states({name: from_text(state) for name, state in pending.items() if name != OWN})
-        if self._has_state and self._tracks_position:
+        if self.has_state and self._tracks_position:
             self._own_at_begin = copy.deepcopy(self._source.get_state())
 
     def on_epoch_end(self) -> None:
@@ -361,7 +349,7 @@ class PyDatasetView(keras.utils.PyDataset):
         return self._source[number if self._order is None else self._order[number]]
 
     def _states(self) -> Json:
-        if not self._has_state:
+        if not self.has_state:
             return global_states()
         self._last_own = copy_changes(self._source.get_state(), self._last_own)
         return {**global_states(), OWN: self._last_own}

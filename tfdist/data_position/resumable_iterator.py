@@ -13,7 +13,12 @@ from tfdist.data_position.generator_source import GeneratorSource, WorkerDataset
 from tfdist.data_position.position import Json, Position, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
-from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
+from tfdist.keras_internals.running_fit import (
+    RunningFit,
+    fit_validating_with,
+    register_training_iterator,
+    track_running_fits,
+)
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.rows_per_replica import batch_spec
 
@@ -48,14 +53,10 @@ def patch_epoch_iterator() -> None:
 
 
 def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: bool = False) -> DatasetSource:
-    """Returns the source behind one of Keras' data adapters.
+    """Returns the source behind one of Keras' data adapters, for the dataset that iterators are created from.
 
-    Args:
-        adapter: Keras' data adapter.
-        dataset: The dataset, plain or distributed, that the epoch iterator creates its iterators from.
-        strategy: The strategy of the model.
-        for_validation: Whether this is validation data. Its order changes between passes only if it is a tf.data
-            pipeline, so no other kind needs special treatment.
+    The order of validation data changes between passes only if it is a tf.data pipeline: no other kind is treated
+    apart.
     """
     if for_validation:
         return DatasetSource(adapter, dataset, strategy)
@@ -99,7 +100,7 @@ class ResumableIterator(EpochIteratorMixin):
         self._is_open = False  # whether an iterator exists that is not in `_finished`
         self._may_create = True
         self._resuming: Position | None = None
-        self._tracks_position = False
+        self._fit: RunningFit | None = None
         self._validation = ValidationProgress()
         self._traits: Json | None = None
         self.resume_cost = ResumeCost()
@@ -111,14 +112,25 @@ class ResumableIterator(EpochIteratorMixin):
         """The structure of `tf.TypeSpec`s of the batches; `None` if unknown."""
         return batch_spec(self.dataset) if hasattr(self.dataset, "element_spec") else None
 
-    def track_position(self) -> None:
-        """Prepares for calls of `position`; warns if the order of the data cannot be repeated."""
-        if self._source is not None and not self._tracks_position:
+    def track_position(self, fit: RunningFit) -> None:
+        """Prepares for calls of `position` in `fit`; warns if the order of the data cannot be repeated."""
+        if self._source is not None and self._fit is None:
             self._source.track_position(self.steps_per_epoch)
-            self._tracks_position = True
+        self._fit = fit
+
+    def on_fit_end(self, function: Callable[[], object]) -> None:
+        """Calls `function` when the `fit` of `track_position` ends, also by an exception."""
+        if self._fit is not None:
+            self._fit.on_end(function)
 
     def position(self, next_step: int, logs: Mapping[str, Any] | None = None) -> Position:
-        """Returns the position after the steps made so far; see `TrainingIterator.position`."""
+        """Returns the position after the steps made so far.
+
+        Args:
+            next_step: The next step of the epoch: `batch + 1` in `on_train_batch_end(batch)`, 0 in `on_epoch_end`.
+            logs: What `on_train_batch_end` received: numbers and arrays. Required if this was the epoch's last step
+                and a custom `train_step` logs anything other than its metrics.
+        """
         source = self._training_source()
         continues = next_step > 0 or (bool(self.steps_per_epoch) and self.has_iterator)
         current = self.batches_drawn if self._is_open and continues else None
@@ -134,7 +146,23 @@ class ResumableIterator(EpochIteratorMixin):
         )
 
     def resume_at(self, position: Position, *, replay: bool = False, same_workers: bool = True) -> None:
-        """Makes the next epoch resume at `position`; see `TrainingIterator.resume_at`."""
+        """Makes the first epoch of this `fit` resume at `position`. Call this once, in `on_train_begin`.
+
+        `start_at_epoch` sets the number of that epoch. May run the data's code (a PyDataset's hooks, batches drawn
+        again), so restore the random generators of Python, NumPy and Keras afterwards.
+
+        Args:
+            position: Where to resume.
+            replay: Whether batches of a Python generator, which cannot be resumed in the middle, may be drawn and
+                discarded up to there. The generator must yield the same batches in every run.
+            same_workers: Whether the number of workers is the same as when the position was taken. If not, and each
+                worker has different data, a warning says what that means.
+
+        Raises:
+            ValueError: If the data, or the arguments of `fit`, are not those of the run to resume.
+            RuntimeError: If the data cannot be resumed: a generator without `replay`, or data that more iterators
+                were created over than before.
+        """
         source = self._training_source()
         is_resharded = position.is_per_worker and not same_workers
         now = {**self._data(), **({"num_batches": None} if is_resharded else {})}
@@ -154,6 +182,8 @@ class ResumableIterator(EpochIteratorMixin):
             self.num_batches_of_pass = position.num_batches
         self._validation = ValidationProgress(position.validation_drawn, position.validation_shares_shuffle)
         self._resuming = position
+        if self._fit is not None and position.next_step > 0:
+            self._fit.set_epoch_logs(position.logs)
 
     def reset(self) -> None:
         """Starts again, as Keras does before training; batches already drawn stay counted."""

@@ -6,19 +6,18 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.placed_variables import optimizers_of
 
 
 class Accumulation:
-    """The accumulation of a model's optimizer, or of the inner one of a `LossScaleOptimizer`."""
+    """The accumulation of a model's optimizer, or of the inner one of a `keras.optimizers.LossScaleOptimizer`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._outer = model.optimizer
-        scaled = isinstance(self._outer, LossScaleOptimizer)
-        self._optimizer = self._outer.inner_optimizer if scaled else self._outer
+        self._optimizer, _ = optimizers_of(self._outer)
 
     @property
     def strategy(self) -> Any:

@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.keras_symbols import tree
 from tfdist.keras_internals.layer_calls import LayerCall, signature_of
 from tfdist.private_symbols import private
 
@@ -37,7 +36,7 @@ class CallGraph:
     @property
     def variables(self) -> list[keras.Variable]:
         """Variables among the arguments of calls."""
-        leaves = [tree.flatten((node.arguments.args, node.arguments.kwargs)) for node in self.nodes]
+        leaves = [keras.tree.flatten((node.arguments.args, node.arguments.kwargs)) for node in self.nodes]
         return [leaf for of_node in leaves for leaf in of_node if isinstance(leaf, keras.Variable)]
 
 
@@ -54,10 +53,7 @@ def own_graph(model: Any) -> CallGraph | None:
 def traced_graph(model: Any, inputs: Any, **kwargs: Any) -> CallGraph:
     """Returns the graph of the `call` of a model, which is traced with symbolic tensors.
 
-    Args:
-        model: The model.
-        inputs: The first argument of `call`, a structure of symbolic tensors.
-        **kwargs: Other arguments, without `training`.
+    `kwargs` are other arguments of `call`, without `training`.
 
     Raises:
         DifferentInTraining: What is computed depends on `training`, other than as an argument of layers.
@@ -65,7 +61,7 @@ def traced_graph(model: Any, inputs: Any, **kwargs: Any) -> CallGraph:
     """
     functions = []
     for training in (True, False):
-        symbolic_inputs = tree.map_structure(
+        symbolic_inputs = keras.tree.map_structure(
             lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype, name=leaf.name), inputs
         )
         has_training = {"training": training} if model._call_has_training_arg else {}

@@ -15,7 +15,6 @@ from tfdist.keras_internals.keras_symbols import (
     is_in_layer_call,
     set_mask,
     stateless_scope,
-    tree,
 )
 from tfdist.keras_internals.model_introspection import bound_to
 from tfdist.patches import patch, replace
@@ -27,6 +26,7 @@ from tfdist.tensorflow_internals.xla_functions import (
     is_compiling,
     patch_random_numbers,
 )
+from tfdist.utils.temporary_values import setting_attributes
 
 
 @patch
@@ -43,18 +43,14 @@ def patch_compiled_calls() -> None:
     def starts_here(args: Any, kwargs: Any) -> bool:
         if not of_running_step(_is_in_compiled_step) or is_compiling():
             return False
-        return any(is_symbolic(leaf) for leaf in tree.flatten((args, kwargs)))
+        return any(is_symbolic(leaf) for leaf in keras.tree.flatten((args, kwargs)))
 
     @replace(TensorFlowTrainer, "_make_function")
     def make_uncompiled(self: Any, step_function: Any) -> Any:
-        jit_compile = self.jit_compile
         if hooks_of(self.distribute_strategy).compiles_calls is None:
             return make(self, step_function)
-        self._jit_compile = False
-        try:
+        with setting_attributes(self, jit_compile=False):
             return make(self, bound_to(self, step_function))
-        finally:
-            self._jit_compile = jit_compile
 
     @replace(keras.Layer, "__call__")
     def call_compiled_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +83,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     tensor in an attribute is not compiled either, because the tensor could not be used elsewhere.
     """
     scope = stateless_scope()
-    inputs = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
+    inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if is_symbolic(leaf)]
     masks = [get_mask(tensor) for tensor in inputs]
     layers = [] if layer is None else list(layer._flatten_layers())
     variables = [] if layer is None or scope is None else layer.variables
@@ -96,7 +92,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
 
     def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
         remaining = iter(tensors)
-        inner_args, inner_kwargs = tree.map_structure(
+        inner_args, inner_kwargs = keras.tree.map_structure(
             lambda leaf: next(remaining) if is_symbolic(leaf) else leaf, (args, kwargs)
         )
         values = dict(zip(map(id, variables), remaining, strict=True))
@@ -106,7 +102,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
         with contextlib.nullcontext() if scope is None else _GivenValues(variables, values) as inner:
             returned[:] = [function(*inner_args, **inner_kwargs)]
         adds_loss = any(flat_layer._losses for flat_layer in layers) or (inner is not None and inner.losses)
-        if adds_loss or not all(map(_can_leave, tree.flatten(returned))) or any(map(_keeps_tensor, layers)):
+        if adds_loss or not all(map(_can_leave, keras.tree.flatten(returned))) or any(map(_keeps_tensor, layers)):
             raise CannotCompileError
         results = _tensors(returned)
         updates = [] if inner is None else inner.updates()
@@ -136,7 +132,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     for variable, value in zip(updated, results, strict=True):
         scope.add_update((variable, value))
     remaining = iter(outputs)
-    return list(tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, returned))
+    return list(keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, returned))
 
 
 class _GivenValues(keras.StatelessScope):
@@ -194,7 +190,7 @@ def _can_leave(output: Any) -> bool:
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tree.flatten(structure) if tf.is_tensor(leaf)]
+    return [leaf for leaf in keras.tree.flatten(structure) if tf.is_tensor(leaf)]
 
 
 def _masks(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

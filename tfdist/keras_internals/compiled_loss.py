@@ -1,9 +1,12 @@
 """The loss of a compiled model on a micro-batch, without the losses that its layers add."""
 
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
+
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class ScalesLosses(Protocol):
@@ -68,14 +71,8 @@ def loss_parts(
 ) -> tuple[Any, list[Any]]:
     """Computes the loss of a part of a batch.
 
-    Args:
-        model: A compiled model, whose compiled loss is built.
-        step: Scales the loss; it must be the current one.
-        x: The inputs; only a `compute_loss` of the model's class needs them.
-        y: The targets.
-        y_pred: The outputs of the model.
-        sample_weight: The weights of the samples, or None.
-        training: Whether the model is trained.
+    The model's compiled loss is built, and `step` is the current one. Only a `compute_loss` of the model's class needs
+    `x`.
 
     Returns:
         The part of the loss of the batch, and the part of each output's loss if the model has several.
@@ -84,29 +81,16 @@ def loss_parts(
     metrics = [] if compiled is None else list(compiled.metrics)
     recorders = [_Recorder() for _ in metrics]
     step.has_scaled = False
-    if compiled is not None:
-        compiled._metrics = recorders
-    try:
+    with nullcontext() if compiled is None else setting_attributes(compiled, _metrics=recorders):
         if overrides_compute_loss(model):
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         else:
             loss = step.as_part(compiled(y, y_pred, sample_weight), is_mean=not step.has_scaled)
-    finally:
-        if compiled is not None:
-            compiled._metrics = metrics
     return loss, [value for recorder in recorders for value in recorder.values]
 
 
 def update_loss_metrics(model: Any, loss: tf.Tensor, of_outputs: list[tf.Tensor], y_pred: Any, samples: Any) -> None:
-    """Updates the metric of the loss, and those of the outputs' losses, as Keras does in a step on the batch.
-
-    Args:
-        model: The compiled model.
-        loss: The loss of the batch.
-        of_outputs: The loss of each output, if there are several.
-        y_pred: The outputs of the model for the batch.
-        samples: The number of samples.
-    """
+    """Updates the metric of the loss, and those of the outputs' losses, as Keras does in a step on the batch."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
     metrics = [] if model._compile_loss is None else model._compile_loss.metrics
     for metric, value in zip(metrics, of_outputs, strict=bool(of_outputs)):

@@ -8,8 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import LossFunctionWrapper, tree
+from tfdist.keras_internals.keras_symbols import LossFunctionWrapper
 from tfdist.private_symbols import private
+from tfdist.utils.temporary_values import setting_attributes
 
 private("keras.src.trainers.compile_utils:CompileLoss.Loss", "the loss of an output, with its place in the outputs")
 private("keras.src.trainers.compile_utils:CompileMetrics._flatten_y", "orders outputs as their metrics")
@@ -19,25 +20,22 @@ _CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.Cate
 
 
 def losses_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count: int) -> list[tuple[list[int], Any]]:
-    """Returns for each loss of a model the numbers of the outputs that it takes, and the loss.
+    """Returns for each loss of a model, which is built, the numbers of the outputs that it takes, and the loss.
 
-    Args:
-        model: A compiled model, whose compiled loss is built.
-        packed: Packs a list with an item for each output into the structure of the outputs.
-        count: The number of outputs.
+    `packed` packs a list with an item for each of `count` outputs into their structure.
     """
     compiled = model._compile_loss
     if compiled is None:
         return []
     numbers = packed(range(count))
     if count > 1:
-        numbers = tree.pack_sequence_as(compiled._y_pred_build_structure, tree.flatten(numbers))
+        numbers = keras.tree.pack_sequence_as(compiled._y_pred_build_structure, keras.tree.flatten(numbers))
     losses = []
     for entry in compiled._flat_losses:
         of_loss = numbers
         for key in entry.path if count > 1 else ():
             of_loss = of_loss[key]
-        losses.append((tree.flatten(of_loss), entry.loss))
+        losses.append((keras.tree.flatten(of_loss), entry.loss))
     return losses
 
 
@@ -55,26 +53,17 @@ def metrics_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count
 
 @contextmanager
 def replaced_losses(model: Any, calls: Mapping[int, Callable[[Any, Any], Any]]) -> Iterator[None]:
-    """In the body, the losses with these numbers compute the values of samples by the given functions.
-
-    Args:
-        model: A compiled model, whose compiled loss is built.
-        calls: Functions of targets and predictions that replace the `call` of losses, by the loss's number; may be
-            empty.
-    """
+    """In the body, the losses with these numbers compute values of samples by functions of targets and predictions."""
     if not calls:
         yield
         return
     compiled = model._compile_loss
-    before = compiled._flat_losses
-    try:
-        compiled._flat_losses = [
-            entry._replace(loss=_with_call(entry.loss, calls[number])) if number in calls else entry
-            for number, entry in enumerate(before)
-        ]
+    replaced = [
+        entry._replace(loss=_with_call(entry.loss, calls[number])) if number in calls else entry
+        for number, entry in enumerate(compiled._flat_losses)
+    ]
+    with setting_attributes(compiled, _flat_losses=replaced):
         yield
-    finally:
-        compiled._flat_losses = before
 
 
 def _with_call(loss: Any, call: Callable[[Any, Any], Any]) -> Any:

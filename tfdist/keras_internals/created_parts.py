@@ -13,6 +13,7 @@ from tfdist.keras_internals.keras_symbols import Variable
 from tfdist.keras_internals.placed_variables import hold
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
+from tfdist.utils.temporary_values import setting
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 _numbers = itertools.count()
@@ -78,11 +79,8 @@ def patch_variable_creation() -> None:
 
     @replace(Variable, "_initialize")
     def initialize_value(self: Any, value: Any) -> None:
-        token = _is_creating.set(True)
-        try:
+        with setting(_is_creating, True):
             stock_value(self, value)
-        finally:
-            _is_creating.reset(token)
 
 
 def keras_creates_variable() -> bool:

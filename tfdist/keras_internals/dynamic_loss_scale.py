@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.utils.temporary_values import setting
+
 _loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
 
 
@@ -51,8 +53,5 @@ def apply_scaled(optimizer: Any, grads: Sequence[Any], trainable_variables: Any 
         with keras.name_scope(optimizer.name):
             optimizer.build(trainable_variables)
         optimizer.built = True
-    token = _loss_scale.set(LossScale(optimizer))
-    try:
+    with setting(_loss_scale, LossScale(optimizer)):
         optimizer.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
-    finally:
-        _loss_scale.reset(token)

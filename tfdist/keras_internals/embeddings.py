@@ -5,7 +5,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import Embedding
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 
@@ -17,10 +16,14 @@ def patch_embedding_layers() -> None:
     Keras converts the table to a tensor first, of which a worker of a parameter server strategy then pulls a copy in
     every step. A sharded table is saved in one piece, as an unsharded one.
     """
-    stock_build, stock_call, stock_load = Embedding.build, Embedding.call, Embedding.load_own_variables
-    stock_table = Embedding.embeddings.fget
+    stock_build, stock_call, stock_load = (
+        keras.layers.Embedding.build,
+        keras.layers.Embedding.call,
+        keras.layers.Embedding.load_own_variables,
+    )
+    stock_table = keras.layers.Embedding.embeddings.fget
 
-    @replace(Embedding, "build")
+    @replace(keras.layers.Embedding, "build")
     def build(self: Any, input_shape: Any = None) -> None:
         plain = not self.lora_rank and self.quantization_mode is None
         shape, strategy = (self.input_dim, self.output_dim), tf.distribute.get_strategy()
@@ -45,7 +48,7 @@ def patch_embedding_layers() -> None:
         self.built = True
         return None
 
-    @replace(Embedding, "call")
+    @replace(keras.layers.Embedding, "call")
     def call(self: Any, inputs: Any) -> Any:
         look_up = hooks_of(tf.distribute.get_strategy()).look_up
         is_plain = not self.lora_enabled and self.quantization_mode is None and isinstance(inputs, tf.Tensor)
@@ -59,7 +62,7 @@ def patch_embedding_layers() -> None:
         shards = getattr(self, "_table_shards", None)
         return keras.ops.concatenate([shard.value for shard in shards], 0) if shards else stock_table(self)
 
-    @replace(Embedding, "load_own_variables")
+    @replace(keras.layers.Embedding, "load_own_variables")
     def load_own_variables(self: Any, store: Any) -> None:
         shards = getattr(self, "_table_shards", None)
         if not shards:
@@ -70,7 +73,7 @@ def patch_embedding_layers() -> None:
             start += shard.shape[0]
         return None
 
-    replace(Embedding, "embeddings")(property(table, doc=Embedding.embeddings.__doc__))
+    replace(keras.layers.Embedding, "embeddings")(property(table, doc=keras.layers.Embedding.embeddings.__doc__))
 
 
 def shard_sizes(rows: int, shards: int) -> list[int]:

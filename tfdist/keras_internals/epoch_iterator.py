@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tfdist.keras_internals.keras_symbols import trainer
+from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, trainer
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
@@ -17,18 +17,14 @@ for _method, _why in {
     "reset": "discards the iterator with which the model was built",
 }.items():
     private(f"{_EPOCH_ITERATOR}.{_method}", _why)
+private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "chooses the logs of an epoch that callbacks get")
 
 # Keras 3.10 numbers an execution of several steps by its first step only, also for `on_train_batch_end`.
 _has_last_step = has_reached("keras", "3.11")
 
 
 def last_step(model: Any, batch: int) -> int:
-    """Returns the last step of the execution after which Keras calls `on_train_batch_end(batch)`, as of Keras 3.11.
-
-    Args:
-        model: The model that is trained.
-        batch: The number that Keras gives.
-    """
+    """Returns the last step of the execution after which Keras calls `on_train_batch_end(batch)`, as of Keras 3.11."""
     return batch if _has_last_step else batch + int(model.steps_per_execution) - 1
 
 
@@ -69,8 +65,7 @@ class EpochIteratorMixin:
     def enumerate_steps(self, steps: Iterator[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Any]]:
         """Yields the steps of an epoch.
 
-        Args:
-            steps: Keras' steps, each with its first and last number and the iterator. Not started yet.
+        `steps` are Keras', each with its first and last number and the iterator. They have not started yet.
         """
         return steps
 
@@ -150,7 +145,7 @@ def patch_loops_over_epochs() -> None:
     """Lets strategies agree on the batches of an epoch, and learn of its steps and of the error that ends it.
 
     Keras takes the number of batches from the worker's own dataset; a worker with fewer batches would stop while the
-    others wait for it in a collective.
+    others wait for it in a collective. Logs that are not results of metrics are those of one worker.
     """
     stock = trainer.TFEpochIterator
 
@@ -162,6 +157,7 @@ def patch_loops_over_epochs() -> None:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self._is_over_training_data = "class_weight" in kwargs  # only training has them
             strategy, own_batches = self._distribute_strategy, self._num_batches
             self._num_batches = hooks_of(strategy).agree_on_batches(strategy, own_batches)
             self._distributed_dataset = hooks_of(strategy).carry_counts(
@@ -179,15 +175,39 @@ def patch_loops_over_epochs() -> None:
 
         @contextmanager
         def catch_stop_iteration(self) -> Iterator[None]:
+            batches, strategy = self._num_batches, self._distribute_strategy
+            has_number = batches is not None and batches > 0 and batches % self.steps_per_execution == 0
+            knows_end = has_number and self.steps_per_epoch is None
+            asks = getattr(self._distributed_dataset, "_enable_get_next_as_optional", False)
+            hooks_of(strategy).begin_epoch(strategy, self._is_over_training_data, knows_end or not asks)
+            is_complete = False
             try:
                 with super().catch_stop_iteration():
                     yield
+                is_complete = True
             except BaseException as error:
-                hooks_of(self._distribute_strategy).on_error(self._distribute_strategy, error)
+                hooks_of(strategy).on_error(strategy, error)
                 raise
+            finally:
+                hooks_of(strategy).end_epoch(strategy, self._is_over_training_data and is_complete)
 
     HookedEpochIterator.__name__ = stock.__name__
     replace(trainer, "TFEpochIterator")(HookedEpochIterator)
+    results_or_logs = TensorFlowTrainer._get_metrics_result_or_logs
+
+    @replace(TensorFlowTrainer, "_get_metrics_result_or_logs")
+    def results_or_mean_logs(self: Any, logs: Any) -> Any:
+        chosen = results_or_logs(self, logs)
+        if not isinstance(chosen, dict) or chosen.keys() == self.get_metrics_result().keys():
+            return chosen
+        numbers = {name: value for name, value in chosen.items() if _is_number(value)}
+        strategy = self.distribute_strategy
+        means = hooks_of(strategy).mean_of_workers(strategy, list(numbers.values()))
+        return chosen if means is None else {**chosen, **dict(zip(numbers, means, strict=True))}
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, str) and getattr(value, "shape", ()) == ()
 
 
 def data_kind(adapter: Any) -> str:

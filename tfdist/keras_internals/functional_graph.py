@@ -7,7 +7,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.call_graph import CallGraph, DifferentInTraining, own_graph, traced_graph
-from tfdist.keras_internals.keras_symbols import tree
 from tfdist.keras_internals.layer_calls import signature_of
 from tfdist.keras_internals.nested_models import flattened
 from tfdist.private_symbols import private
@@ -26,12 +25,7 @@ class FunctionalGraph:
     """
 
     def __init__(self, graph: CallGraph, standardize: Callable[[Any], list[Any]]) -> None:
-        """Creates the graph.
-
-        Args:
-            graph: The calls of the model.
-            standardize: Returns the tensors of a batch's inputs in the order of the graph's inputs.
-        """
+        """Creates the graph; `standardize` returns a batch's inputs, tensors, in the order of the graph's inputs."""
         self._graph = graph  # keeps the symbolic tensors alive, whose ids are used
         self.inputs: Sequence[Any] = list(graph.function.inputs)
         self.calls, outputs = flattened(graph, self.inputs)
@@ -44,7 +38,7 @@ class FunctionalGraph:
 
     def packed_outputs(self, outputs: Sequence[Any]) -> Any:
         """Returns the structure that a call of the model returns."""
-        return _unpack_singleton(tree.pack_sequence_as(self._graph.function._outputs_struct, list(outputs)))
+        return _unpack_singleton(keras.tree.pack_sequence_as(self._graph.function._outputs_struct, list(outputs)))
 
     def signature(self) -> list[Any]:
         """Returns what is computed, to compare two graphs of the same model."""
@@ -54,9 +48,7 @@ class FunctionalGraph:
 def graph_of(model: Any, x: Any = None) -> FunctionalGraph:
     """Returns the graph of a model; traces the `call` of a subclassed one.
 
-    Args:
-        model: A Functional, Sequential or subclassed model.
-        x: Its inputs, tensors or tensor specs; may be None for a built Functional or Sequential model.
+    A built Functional or Sequential model needs no `x`, which are inputs, tensors or tensor specs.
 
     Raises:
         ValueError: The model has no graph; the message gives the reason.
@@ -75,7 +67,7 @@ def graph_of(model: Any, x: Any = None) -> FunctionalGraph:
 
 
 def _traced(model: Any, x: Any) -> FunctionalGraph:
-    inputs = tree.map_structure(lambda leaf: keras.KerasTensor(_batch_shape(leaf), leaf.dtype.name), x)
+    inputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(_batch_shape(leaf), leaf.dtype.name), x)
     try:
         graph = traced_graph(model, inputs)
     except DifferentInTraining as error:
@@ -93,7 +85,7 @@ def _traced(model: Any, x: Any) -> FunctionalGraph:
         ) from error
 
     def standardize(data: Any) -> list[Any]:
-        return [_converted(model, leaf) for leaf in tree.flatten(data)]
+        return [_converted(model, leaf) for leaf in keras.tree.flatten(data)]
 
     return FunctionalGraph(graph, standardize)
 

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import tree
 from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
@@ -73,13 +72,8 @@ class InnerCalls:
 def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] = ()) -> InnerCalls | None:
     """Traces a call of a layer on complete values, apart from everything else.
 
-    Args:
-        call: The call, of a layer that has layers.
-        training: The argument `training` of the call.
-        of_any_width: Inner layers whose results have a last axis of unknown size, so that nothing can depend on it.
-
-    Returns:
-        None if it has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
+    Layers `of_any_width` have results with a last axis of unknown size, so that nothing can depend on it. Returns None
+    if the layer has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
     """
     layers = _inner_layers(call.operation)
     if not layers or any(getattr(one, "_remat_mode", None) for one in (call.operation, *layers)):
@@ -124,8 +118,8 @@ def _recorded(layer: Any, traced_calls: InnerCalls, graph: Any, of_any_width: Se
         result = call(*args, **kwargs)
         if is_any_width:
             result = tf.raw_ops.PlaceholderWithDefault(input=result, shape=[*result.shape[:-1], None])
-        leaves = [leaf for leaf in tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
-        outputs = [leaf for leaf in tree.flatten(result) if tf.is_tensor(leaf)]
+        leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
+        outputs = [leaf for leaf in keras.tree.flatten(result) if tf.is_tensor(leaf)]
         layer_input = leaves[0] if len(leaves) == 1 else None
         traced_calls.calls.append(InnerCall(layer, layer_input, outputs, first, len(graph.get_operations())))
         return result

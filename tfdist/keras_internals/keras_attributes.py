@@ -45,48 +45,17 @@ def _validating() -> Any:
     return types.SimpleNamespace(**during)
 
 
-def _built_loss() -> Any:
-    model = _compiled()
-    values = keras.ops.zeros((2, 1))
-    model._compile_loss.build(values, values)
-    return model._compile_loss
+def _built(owner: Any, *arguments: Any) -> Any:
+    owner.build(*arguments)
+    return owner
 
 
-def _built_metrics() -> Any:
-    model = _compiled()
-    values = keras.ops.zeros((2, 1))
-    model._compile_metrics.build(values, values)
-    return model._compile_metrics
+def _built_for_values(owner: Any) -> Any:
+    return _built(owner, keras.ops.zeros((2, 1)), keras.ops.zeros((2, 1)))
 
 
-def _optimizer() -> keras.optimizers.Optimizer:
-    optimizer = keras.optimizers.SGD(use_ema=True, gradient_accumulation_steps=2)
-    optimizer.build([keras.Variable([0.0])])
-    return optimizer
-
-
-def _built_nadam() -> keras.optimizers.Optimizer:
-    optimizer = keras.optimizers.Nadam()
-    optimizer.build([keras.Variable([0.0])])
-    return optimizer
-
-
-def _dense() -> keras.Layer:
-    layer = keras.layers.Dense(1)
-    layer.build((None, 1))
-    return layer
-
-
-def _embedding() -> keras.Layer:
-    layer = keras.layers.Embedding(1, 1)
-    layer.build()
-    return layer
-
-
-def _attention() -> keras.Layer:
-    layer = keras.layers.MultiHeadAttention(1, 1, dropout=0.5)
-    layer.build((None, 1, 1), (None, 1, 1))
-    return layer
+def _built_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
+    return _built(optimizer, [keras.Variable([0.0])])
 
 
 def _sequential() -> keras.Model:
@@ -130,10 +99,12 @@ private_attributes(
         "_remat_mode": "whether a layer is computed again in the backward pass",
         "_kernel": "the variable of the kernel; `kernel` is a value that LoRA may change",
     },
-    _dense,
+    lambda: _built(keras.layers.Dense(1), (None, 1)),
 )
 private_attributes(
-    "keras.layers:Embedding()", {"_embeddings": "the variable of the table; `embeddings` is a value"}, _embedding
+    "keras.layers:Embedding()",
+    {"_embeddings": "the variable of the table; `embeddings` is a value"},
+    lambda: _built(keras.layers.Embedding(1, 1)),
 )
 private_attributes(
     "keras.layers:MultiHeadAttention()",
@@ -144,7 +115,7 @@ private_attributes(
         "_output_dense": "joins the heads",
         "_dropout_layer": "drops scores",
     },
-    _attention,
+    lambda: _built(keras.layers.MultiHeadAttention(1, 1, dropout=0.5), (None, 1, 1), (None, 1, 1)),
 )
 private_attributes(
     "keras:Model()",
@@ -153,7 +124,6 @@ private_attributes(
         "_compile_metrics": "the compiled metrics",
         "_loss_tracker": "the mean of the losses, which counts samples",
         "_initial_epoch": "the epoch with which a resumed `fit` begins",
-        "_jit_compile": "whether a step is compiled, which is decided later",
         "_nodes_by_depth": "the calls of layers in their order",
         "_inputs_struct": "the structure of a model's inputs",
         "_outputs_struct": "the structure of a model's outputs",
@@ -170,12 +140,12 @@ private_attributes(
         "_flat_losses": "the losses of outputs, which are replaced while shards compute them",
         "_y_pred_build_structure": "the structure of the outputs",
     },
-    _built_loss,
+    lambda: _built_for_values(_compiled()._compile_loss),
 )
 private_attributes(
     "keras.src.trainers.compile_utils:CompileMetrics()",
     {"_flat_metrics": "the metrics of outputs", "_flat_weighted_metrics": "the weighted metrics of outputs"},
-    _built_metrics,
+    lambda: _built_for_values(_compiled()._compile_metrics),
 )
 private_attributes(
     "keras.losses:SparseCategoricalCrossentropy()",
@@ -205,10 +175,12 @@ private_attributes(
         "_accumulated_gradients": "the accumulators, by variable",
         "_distribution_strategy": "the strategy under which it was created",
     },
-    _optimizer,
+    lambda: _built_optimizer(keras.optimizers.SGD(use_ema=True, gradient_accumulation_steps=2)),
 )
 private_attributes(
-    "keras.optimizers:Nadam()", {"_u_product": "a state of no variable, equal on all replicas"}, _built_nadam
+    "keras.optimizers:Nadam()",
+    {"_u_product": "a state of no variable, equal on all replicas"},
+    lambda: _built_optimizer(keras.optimizers.Nadam()),
 )
 private_attributes(
     "keras:Variable()",

@@ -54,12 +54,8 @@ _STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
 def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
     """Wraps a method of all callback lists, also of those that exist. Adding the same wrapper again has no effect.
 
-    Keras has no hook around all callbacks.
-
-    Args:
-        method: The name of a method of `keras.callbacks.CallbackList`.
-        wrapper: Called as `wrapper(call, callback_list, *args, **kwargs)`; `call(*args, **kwargs)` calls the wrapper
-            that was added before, or Keras' method.
+    Keras has no hook around all callbacks. The wrapper is called as `wrapper(call, callback_list, *args, **kwargs)`;
+    `call(*args, **kwargs)` calls the wrapper that was added before, or Keras' method.
     """
     stock = getattr(keras.callbacks.CallbackList, method)
 

@@ -17,16 +17,11 @@ TensorFlowTrainer = private(_TRAINER_CLASS, "the trainer of models")
 TFOptimizer = private(
     "keras.src.backend.tensorflow.optimizer:TFOptimizer", "clips before it reduces and averages on every micro-step"
 )
-LossScaleOptimizer = private(
-    "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
-)
-Embedding = private("keras.src.layers:Embedding", "looks up rows in a copy of the table")
 Variable = private("keras.src.backend.tensorflow:Variable", "creates a `tf.Variable`, which may not be split")
 DataAdapter = private(
     "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
 )
 supports_jit = private("keras.src.trainers.trainer:model_supports_jit", "whether XLA can compile a model's layers")
-tree = private("keras.src:tree", "flattens structures as the trainer does")
 LossFunctionWrapper = private(
     "keras.src.losses.losses:LossFunctionWrapper", "computes the losses of samples, which XLA may compile"
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.keras_symbols import tree
 from tfdist.private_symbols import private
 
 _operation_fn = private("keras.src.models.functional:operation_fn", "passes `training` to a layer, as a model does")
@@ -46,7 +45,7 @@ class LayerCall:
         """Computes the outputs from `values`, which maps the ids of symbolic tensors to tensors."""
         args, kwargs = with_tensors((self.args, self.kwargs), values)
         training_of_call = training if self.training is None else self.training
-        return list(tree.flatten(_operation_fn(self.operation, training=training_of_call)(*args, **kwargs)))
+        return list(keras.tree.flatten(_operation_fn(self.operation, training=training_of_call)(*args, **kwargs)))
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -58,12 +57,14 @@ class LayerCall:
 
     @property
     def _leaves(self) -> list[Any]:
-        return list(tree.flatten((self.args, self.kwargs)))
+        return list(keras.tree.flatten((self.args, self.kwargs)))
 
 
 def with_tensors(structure: Any, values: Mapping[int, Any]) -> Any:
     """Returns a structure whose symbolic tensors are replaced by `values`, a mapping from their ids."""
-    return tree.map_structure(lambda leaf: values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, structure)
+    return keras.tree.map_structure(
+        lambda leaf: values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, structure
+    )
 
 
 def signature_of(inputs: Sequence[Any], calls: Sequence[LayerCall], outputs: Sequence[Any]) -> list[Any]:
@@ -74,7 +75,9 @@ def signature_of(inputs: Sequence[Any], calls: Sequence[LayerCall], outputs: Seq
         for number, tensor in enumerate(call.outputs):
             numbers[id(tensor)] = f"output {number} of {index}"
         kwargs = {name: value for name, value in call.kwargs.items() if name != "training"}
-        arguments = tree.map_structure(lambda leaf: numbers.get(id(leaf), "") or _shown(leaf), (call.args, kwargs))
+        arguments = keras.tree.map_structure(
+            lambda leaf: numbers.get(id(leaf), "") or _shown(leaf), (call.args, kwargs)
+        )
         is_layer = isinstance(call.operation, keras.layers.Layer)
         identity = id(call.operation) if is_layer else _constants(call.operation)
         result.append((type(call.operation).__name__, identity, call.training, repr(arguments)))

@@ -8,10 +8,60 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
-from tfdist.tensorflow_internals.function_variables import FunctionVariable
+from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.keras_internals.scheduled_training import is_seed_state
+from tfdist.private_symbols import private
 
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 numbers have distinct seeds
+
+_BaseResourceVariable = private(
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable", "a variable with a handle of a function's graph"
+)
+
+
+class FunctionVariable(_BaseResourceVariable):  # type: ignore[misc, valid-type]
+    """A variable that stands for another one while a function is traced.
+
+    Its memory belongs to the device that runs the function, and is used again by later calls.
+
+    Attributes:
+        is_assigned: Whether code that was traced so far assigns to it.
+    """
+
+    def __init__(self, variable: Any, initial_value: tf.Tensor, name: str) -> None:
+        """Creates it, and assigns its initial value, of the shape and dtype of `variable`, whenever the function runs.
+
+        `name` is that of its memory, unique on the device.
+        """
+        shape, dtype = variable.shape, variable.dtype
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+        # Keras' optimizers find the slots of a variable by its unique id.
+        super().__init__(
+            trainable=variable.trainable,
+            shape=shape,
+            dtype=dtype,
+            handle=handle,
+            unique_id=variable._unique_id,
+            handle_name=variable.name.partition(":")[0],
+            in_graph_mode=False,
+        )
+        super().assign(tf.ensure_shape(initial_value, shape))
+        self.is_assigned = False
+
+    def assign(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a `tf.Variable`."""
+        self.is_assigned = True
+        return super().assign(*args, **kwargs)
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a `tf.Variable`."""
+        self.is_assigned = True
+        return super().assign_add(*args, **kwargs)
+
+    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a `tf.Variable`."""
+        self.is_assigned = True
+        return super().assign_sub(*args, **kwargs)
 
 
 class InitialSlots:
@@ -24,12 +74,10 @@ class InitialSlots:
         """Reads the values. `optimizer` is built."""
         self._optimizer = optimizer
         rate = optimizer._learning_rate
-        self.variables = [
-            optimizer_variable for optimizer_variable in _variables_of(optimizer) if optimizer_variable is not rate
-        ]
+        self.variables = [variable for variable in _variables_of(optimizer) if variable is not rate]
         self._values: dict[int, np.ndarray | None] = {}
         for variable in self.variables:
-            value = server_variable(variable).numpy()
+            value = held_variable(variable).numpy()
             is_uniform = value.size > 0 and bool((value == value.flat[0]).all())
             self._values[id(variable)] = np.asarray(value.flat[0]) if is_uniform else None
         self._values[id(optimizer._iterations)] = np.zeros([], optimizer._iterations.dtype)
@@ -37,7 +85,7 @@ class InitialSlots:
     def value(self, variable: Any) -> tf.Tensor | None:
         """The initial value of one of `variables`; `None` if it must be read."""
         constant = self._values[id(variable)]
-        return None if constant is None else tf.fill(variable.shape, tf.cast(constant, server_variable(variable).dtype))
+        return None if constant is None else tf.fill(variable.shape, tf.cast(constant, held_variable(variable).dtype))
 
 
 def _variables_of(optimizer: Any) -> list[Any]:
@@ -60,14 +108,10 @@ class LocalCopies:
     def __init__(
         self, model: Any, slots: InitialSlots, number: tf.Tensor, pull_dtype: tf.DType | None, name: str
     ) -> None:
-        """Creates the copies in the function that is being traced.
+        """Creates the copies of a built model in the function that is being traced.
 
-        Args:
-            model: Compiled and built.
-            slots: The initial values of the optimizer's own variables.
-            number: The number on which the seeds of random layers depend, an int64 scalar.
-            pull_dtype: The dtype in which trainable float32 variables cross the network; `None`: unchanged.
-            name: The name of their memory, unique to the model.
+        The seeds of random layers depend on `number`, an int64 scalar. Trainable float32 variables cross the network as
+        `pull_dtype`; `None`: unchanged. `name`, of their memory, is unique to the model.
         """
         self._model, self.bytes_pulled = model, 0
         optimizer = model.optimizer
@@ -80,7 +124,7 @@ class LocalCopies:
         for variable in every:
             if id(variable) in self._copies:
                 continue
-            server, value = server_variable(variable), None
+            server, value = held_variable(variable), None
             if id(variable) in metrics:
                 value = tf.zeros(server.shape, server.dtype)
             elif id(variable) in of_optimizer:
@@ -95,7 +139,7 @@ class LocalCopies:
         self._excluded = metrics | of_optimizer | {id(rate)}
         self._rate = rate
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            self._rate = tf.cast(rate(server_variable(optimizer._iterations).read_value()), tf.float32)
+            self._rate = tf.cast(rate(held_variable(optimizer._iterations).read_value()), tf.float32)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -134,7 +178,7 @@ class LocalCopies:
         Metrics, seeds and the optimizer's variables are left out.
         """
         return {
-            server_variable(variable).ref(): (before, copy.read_value())
+            held_variable(variable).ref(): (before, copy.read_value())
             for variable, copy, before in self._copies.values()
             if copy.is_assigned
             and not (id(variable) in self._excluded or variable.trainable or is_seed_state(variable))

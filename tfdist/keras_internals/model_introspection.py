@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer, tree
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 from tfdist.tensorflow_internals.function_methods import inlined, python_function_of
@@ -84,7 +84,7 @@ def patch_predictions() -> None:
 def first_input(data: Any) -> Any:
     """Returns the input whose first dimension is the number of samples, as Keras counts them, or `None`."""
     inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
-    return next((leaf for leaf in tree.flatten(inputs) if leaf is not None), None)
+    return next((leaf for leaf in keras.tree.flatten(inputs) if leaf is not None), None)
 
 
 def metric_variables(model: Any) -> list[keras.Variable]:
@@ -147,12 +147,8 @@ def accepts_zeros(model: Any, data: Any) -> bool:
 
     Zeros may be invalid inputs if they are integers (an unknown id), and strings are empty. But convolutions and
     recurrent layers cannot compute without samples on every device.
-
-    Args:
-        model: A Keras model, or None.
-        data: A replica's batch.
     """
-    inputs = tree.flatten(keras.utils.unpack_x_y_sample_weight(data)[0])
+    inputs = keras.tree.flatten(keras.utils.unpack_x_y_sample_weight(data)[0])
     if all(leaf is None or leaf.dtype.is_floating for leaf in inputs):
         return True
     layers = [] if model is None else model._flatten_layers()
@@ -164,11 +160,6 @@ def first_variable_outside(model: Any) -> keras.Variable | None:
     """Returns the first variable of the model or its metrics that no strategy has distributed, if any."""
     variables = [*model.variables, *model.metrics_variables]
     return next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
-
-
-def strategy_of(optimizer: Any) -> Any:
-    """Returns the strategy in whose scope `optimizer` was created."""
-    return optimizer._distribution_strategy
 
 
 def is_made_under(optimizer: Any, strategy: Any) -> bool:

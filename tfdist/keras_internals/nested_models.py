@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.call_graph import CallGraph, own_graph, traced_graph
-from tfdist.keras_internals.keras_symbols import get_mask, set_mask, tree
+from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.keras_internals.layer_calls import LayerCall, with_tensors
 
 
@@ -19,11 +19,8 @@ def flattened(
     The call of a Functional or Sequential model, or of a subclassed one whose `call` is a graph of layers, is replaced
     by the calls of its layers. Models that pass masks or other arguments on stay whole.
 
-    Args:
-        graph: The graph.
-        inputs: The symbolic tensors that take the place of its inputs.
-        path: The names of the models around it, each followed by "/"; empty for the outermost model.
-        training: The value of `training` that the code around it fixes; None for that of the step.
+    `inputs`, symbolic tensors, take the place of its inputs. `path` are the names of the models around it, each
+    followed by "/", `training` is the value that the code around it fixes; None for that of the step.
     """
     own_inputs = graph.function.inputs
     tensors = {id(inner_tensor): outer_tensor for inner_tensor, outer_tensor in zip(own_inputs, inputs, strict=True)}
@@ -39,7 +36,7 @@ def flattened(
             outputs = list(node.outputs)
             if path:  # a nested model may be called several times
                 spec = outputs if has_own_shapes else node.operation.compute_output_spec(*args, **kwargs)
-                outputs = [_like(output_spec) for output_spec in tree.flatten(spec)]
+                outputs = [_like(output_spec) for output_spec in keras.tree.flatten(spec)]
             calls.append(LayerCall(node.operation, args, kwargs, tuple(outputs), path, own_training))
         else:
             inner_calls, outputs = inner
@@ -60,7 +57,7 @@ def _calls_inside(
     if has_own_rules or type(operation).__call__ is not keras.Model.__call__:
         return None
     graph = own_graph(operation)
-    inputs = list(tree.flatten(args[0])) if graph is None else _in_order(graph.function, args[0])
+    inputs = list(keras.tree.flatten(args[0])) if graph is None else _in_order(graph.function, args[0])
     if not inputs or not all(isinstance(leaf, keras.KerasTensor) for leaf in inputs):
         return None
     conversions: list[LayerCall] = []
@@ -69,7 +66,7 @@ def _calls_inside(
             _converted(tensor, _cast_to(operation, tensor), len(tensor.shape), path, conversions) for tensor in inputs
         ]
     if graph is None:
-        graph = _traced_inside(operation, tree.pack_sequence_as(args[0], inputs))
+        graph = _traced_inside(operation, keras.tree.pack_sequence_as(args[0], inputs))
         if graph is None:
             return None
     elif len(inputs) != len(graph.function.inputs) or any(tensor.sparse for tensor in graph.function.inputs):
@@ -80,7 +77,7 @@ def _calls_inside(
             _converted(tensor, expected_input.dtype, len(expected_input.shape), path, conversions)
             for tensor, expected_input in pairs
         ]
-        masks = [] if kwargs.get("mask") is None else tree.flatten(kwargs["mask"])
+        masks = [] if kwargs.get("mask") is None else keras.tree.flatten(kwargs["mask"])
         inputs = [_masked(*pair, path, conversions) for pair in itertools.zip_longest(inputs, masks)]
     if graph.variables and operation.compute_dtype != operation.variable_dtype:
         return None  # the call of the model casts variables that its operations take
@@ -106,8 +103,8 @@ def _in_order(function: Any, argument: Any) -> list[Any]:
     """Returns the tensors of an argument in the order of the inputs, as a Functional model takes them."""
     struct = function._inputs_struct
     if isinstance(argument, dict) and not isinstance(struct, dict):
-        argument = [argument.get(expected_input.name) for expected_input in tree.flatten(struct)]
-    return list(tree.flatten(argument))
+        argument = [argument.get(expected_input.name) for expected_input in keras.tree.flatten(struct)]
+    return list(keras.tree.flatten(argument))
 
 
 def _cast_to(model: Any, tensor: Any) -> str:

@@ -4,14 +4,14 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import (
     is_equal_on_replicas,
     is_of_each_variable,
@@ -28,6 +28,7 @@ from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_functions import call_shared
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
+from tfdist.utils.temporary_values import setting
 from tfdist.utils.weak_identity_map import WeakIdentityMap
 
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
@@ -36,14 +37,9 @@ LARGE_UPDATE = 200_000
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
 
-@contextlib.contextmanager
-def reduced_gradients() -> Iterator[None]:
+def reduced_gradients() -> contextlib.AbstractContextManager[None]:
     """Within this context Keras does not sum gradients over the replicas."""
-    token = _reduced.set(True)
-    try:
-        yield
-    finally:
-        _reduced.reset(token)
+    return setting(_reduced, True)
 
 
 class OptimizerUpdate:
@@ -144,10 +140,8 @@ class OptimizerUpdate:
     def clip_and_apply(self, gradients: Sequence[Any], compiles: bool | None) -> None:
         """Clips, and updates the variables.
 
-        Args:
-            gradients: One for each variable, dense or `tf.IndexedSlices`.
-            compiles: Whether XLA compiles clipping and updates, if no gradient is sparse. `None`: the updates of large
-                variables alone, on CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
+        XLA `compiles` clipping and updates, if no gradient is sparse. `None`: the updates of large variables alone, on
+        CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
         """
         if compiles and not self._optimizer.use_ema and all(map(is_symbolic, gradients)):
             if call_compiled(self._clip_and_apply_tensors, gradients) is not None:
@@ -157,9 +151,7 @@ class OptimizerUpdate:
     def update(self, gradients: Sequence[Any], *, compiles_large: bool) -> None:
         """Decays the weights and updates the variables, without clipping and moving averages.
 
-        Args:
-            gradients: One for each variable, dense or `tf.IndexedSlices`.
-            compiles_large: Whether XLA compiles the updates of large variables, if all devices are CPUs.
+        With `compiles_large` XLA compiles the updates of large variables, if all devices are CPUs.
         """
         large = self._update_large(gradients) if compiles_large else []
         remaining = [position for position in range(len(gradients)) if position not in large]
@@ -279,7 +271,7 @@ def patch_optimizers() -> None:
             return hooks.together(lambda total: apply(self, total, variables), list(grads), are_values)
 
     once_a_step(TFOptimizer, TFOptimizer.apply)
-    once_a_step(LossScaleOptimizer, apply_scaled)
+    once_a_step(keras.optimizers.LossScaleOptimizer, apply_scaled)
 
     @replace(TFOptimizer, "_backend_apply_gradients")
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:

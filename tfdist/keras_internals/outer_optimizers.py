@@ -47,10 +47,8 @@ def features_of_steps(optimizer: Any) -> list[str]:
 def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
     """Returns a new optimizer that is built for `anchors`. Call this in the strategy's scope.
 
-    Args:
-        described: An optimizer, whose configuration is used, a function that returns one, or what
-            `keras.optimizers.get` accepts.
-        anchors: The variables that it will update.
+    `described` is an optimizer, whose configuration is used, a function that returns one, or what
+    `keras.optimizers.get` accepts.
 
     Raises:
         ValueError: If `described` is none of these, or the optimizer cannot be an outer one.
@@ -76,12 +74,9 @@ def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
 
 
 def update_anchors(optimizer: Any, anchors: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """Updates this replica's copies of `anchors` by an outer optimizer, and counts the update.
+    """Updates this replica's copies of `anchors` by their outer optimizer, and counts the update.
 
-    Args:
-        optimizer: The result of `new_outer_optimizer` for `anchors`.
-        anchors: The anchors.
-        gradients: The mean difference of each anchor and the workers' weights, equal on all replicas.
+    A gradient is the mean difference of an anchor and the workers' weights, equal on all replicas.
     """
     update = OptimizerUpdate(optimizer, anchors)
     update.clip_and_apply(list(gradients), False)

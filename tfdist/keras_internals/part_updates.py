@@ -76,9 +76,7 @@ class PartUpdate:
     def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
         """Decays and updates parts, and their moving averages; returns the new values of the parts of `changed`.
 
-        Args:
-            gradients: The parts of the gradients, clipped.
-            compiles: See `OptimizerUpdate.clip_and_apply`.
+        Gradients are clipped. For `compiles` see `OptimizerUpdate.clip_and_apply`.
         """
         compiled = [position for position in gradients if self._is_compiled(position, gradients, compiles)]
         values = self._updated_by_xla(compiled, gradients)

@@ -7,11 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
-
 
 def held_variable(variable: keras.Variable) -> tf.Variable:
-    """Returns the `tf.Variable` that holds the value of a variable."""
+    """Returns the `tf.Variable` that holds the value of a variable, regardless of the active scope."""
     return variable._value
 
 
@@ -45,7 +43,7 @@ def compiled_optimizer(model: Any) -> Any:
 
 def optimizers_of(optimizer: Any) -> tuple[Any, Any]:
     """Returns the optimizer that updates the weights, and the `LossScaleOptimizer` around it or None."""
-    scaled = isinstance(optimizer, LossScaleOptimizer)
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return (optimizer.inner_optimizer, optimizer) if scaled else (optimizer, None)
 
 

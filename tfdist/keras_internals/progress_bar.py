@@ -36,11 +36,7 @@ class CommunicationProgressBar(keras.callbacks.ProgbarLogger):
     """Keras' bar with the bytes of gradients that a step sends; no other callback sees them."""
 
     def __init__(self, sent_bytes: Callable[[], int | None]) -> None:
-        """Creates the bar.
-
-        Args:
-            sent_bytes: Returns the number of bytes sent so far; `None` if they are not counted.
-        """
+        """Creates the bar; `sent_bytes` returns the number of bytes sent so far, `None` if they are not counted."""
         super().__init__()
         self._sent_bytes = sent_bytes
         self._before: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope, tree
+from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import of_running_step
@@ -46,7 +46,7 @@ class _TracedCall:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._arguments = function, (args, kwargs)
-        self._tensors = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, tf.Tensor)]
+        self._tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if isinstance(leaf, tf.Tensor)]
         self._masks = [get_mask(tensor) for tensor in self._tensors]
         self._scope = stateless_scope()
 
@@ -89,14 +89,14 @@ class _TracedCall:
                 set_mask(tensor, next(waiting))
         before = dict(zip(self._keys, waiting, strict=True))
         following = iter(tensors)
-        args, kwargs = tree.map_structure(
+        args, kwargs = keras.tree.map_structure(
             lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._arguments
         )
         inner = keras.StatelessScope(collect_losses=True)
         inner.state_mapping = dict(before)
         with inner:
             self._outputs = self._function(*args, **kwargs)
-        outputs = [leaf for leaf in tree.flatten(self._outputs) if isinstance(leaf, tf.Tensor)]
+        outputs = [leaf for leaf in keras.tree.flatten(self._outputs) if isinstance(leaf, tf.Tensor)]
         masks = [get_mask(leaf) for leaf in outputs]
         self._has_mask = [mask is not None for mask in masks]
         changed = {key: value for key, value in inner.state_mapping.items() if value is not before.get(key)}
@@ -114,7 +114,9 @@ class _TracedCall:
         for _ in range(self._num_losses):
             self._scope.add_loss(next(waiting))
         following = iter(outputs)
-        return tree.map_structure(lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._outputs)
+        return keras.tree.map_structure(
+            lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._outputs
+        )
 
 
 def _recomputed(function: Any, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -9,11 +9,7 @@ import keras
 
 @contextmanager
 def replaced_calls(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """In the body, each layer of `calls` computes by the given function instead of its `call`, for inputs of any shape.
-
-    Args:
-        calls: A function for each layer, with the arguments of the layer's `call`.
-    """
+    """In the body, each layer of `calls` computes by the given function, not its `call`, for inputs of any shape."""
     specs = {layer: layer.input_spec for layer in calls}
     try:
         for layer, call in calls.items():

@@ -17,11 +17,7 @@ private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "takes the logs of the ep
 
 
 class RunningFit:
-    """One call of `fit`.
-
-    Attributes:
-        model: The model that is trained.
-    """
+    """One call of `fit` of `model`."""
 
     def __init__(self, model: Any, iterator: Any) -> None:
         self.model = model
@@ -49,10 +45,8 @@ class RunningFit:
         """Sets the logs of the first epoch of this `fit`, in case it makes no step in it.
 
         That happens when training resumes after the last step of an epoch. Keras takes the epoch's logs from that step,
-        and the values from the metrics if these have the same names.
-
-        Args:
-            logs: The logs of the last step; `None` for the results of the metrics.
+        and the values from the metrics if these have the same names. `logs` are those of the last step, or `None` for
+        the results of the metrics.
         """
         model = self.model
         stock = model._get_metrics_result_or_logs
@@ -100,9 +94,7 @@ def track_running_fits() -> None:
 def register_training_iterator(iterator: Any, arguments: Iterable[str]) -> bool:
     """Whether an epoch iterator is over training data. Call this once, when it is created.
 
-    Args:
-        iterator: The epoch iterator.
-        arguments: The names of the arguments that it was created with. Only training has class weights.
+    `arguments` are the names of those that it was created with. Only training has class weights.
     """
     if "class_weight" not in arguments:
         return False

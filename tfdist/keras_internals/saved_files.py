@@ -1,4 +1,4 @@
-"""Saves models where several workers save to the same path: readers see each file as it was before, or complete."""
+"""How models are saved: complete files where several workers save to one path, and without all weights in memory."""
 
 import os
 import time
@@ -8,12 +8,15 @@ from typing import Any
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
+from tfdist.utils.atomic_files import is_local
 
 _saving = private("keras.src.saving:saving_lib", "writes a model into memory before it writes the file")
 _hdf5 = private("keras.src.legacy.saving:legacy_h5_format", "writes `.h5` files")
 _files = private("keras.src.utils:file_utils", "creates directories for `ModelCheckpoint`")
 _prompts = private("keras.src.utils:io_utils", "asks before it overwrites a file")
 for _path, _why in {
+    "keras.src.saving.saving_lib:is_memory_sufficient": "whether it does so",
     "keras.src.saving.saving_lib:save_model": "opens the file at once, which other workers write, too",
     "keras.src.saving.saving_lib:save_weights_only": "likewise",
     "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5": "likewise",
@@ -31,9 +34,6 @@ def patch_saved_files(replacing: Replacing) -> None:
     """Makes Keras write models and weights to a path beside the given one, and then replace the files there.
 
     Call this once in a process that is one of several workers.
-
-    Args:
-        replacing: `tfdist.utils.atomic_files.replacing_all`.
     """
     started = time.time()
     written: set[str] = set()  # by this process
@@ -43,7 +43,7 @@ def patch_saved_files(replacing: Replacing) -> None:
 
         @replace(owner, name)
         def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-            if not _is_local(filepath):
+            if not is_local(filepath):
                 return stock(model, filepath, *args, **kwargs)
             path = os.path.realpath(filepath)
             folder = os.path.dirname(path)
@@ -77,6 +77,12 @@ def patch_saved_files(replacing: Replacing) -> None:
     write_beside(_hdf5, "save_model_to_hdf5", creates_folder=True)
 
 
-def _is_local(path: Any) -> bool:
-    """Whether this is a path on a file system, and not an open file or an address (`gs://`)."""
-    return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
+@patch
+def patch_saving() -> None:
+    """Makes Keras write and read `.keras` files layer by layer, not in memory, for models on other processes."""
+    stock = _saving.is_memory_sufficient
+
+    @replace(_saving, "is_memory_sufficient")
+    def is_memory_sufficient(model: Any) -> bool:
+        is_elsewhere = hooks_of(getattr(model, "distribute_strategy", None)).is_elsewhere
+        return not is_elsewhere and bool(stock(model))

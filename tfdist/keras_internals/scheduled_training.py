@@ -92,11 +92,6 @@ def update_counter(optimizer: Any) -> tf.Variable:
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations.value
 
 
-def server_variable(variable: keras.Variable) -> tf.Variable:
-    """Returns the `tf.Variable` behind a Keras variable, regardless of the active scope."""
-    return variable._value
-
-
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.path.endswith("seed_generator_state") and variable.shape.as_list() == [2]

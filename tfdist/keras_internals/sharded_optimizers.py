@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
@@ -123,7 +123,9 @@ def patch_sharded_optimizers() -> None:
     @replace(TFOptimizer, "build")
     def build_with_layout(self: Any, variables: Any) -> Any:
         strategy = self._distribution_strategy
-        sharding = None if isinstance(self, LossScaleOptimizer) else hooks_of(strategy).sharding(strategy)
+        sharding = (
+            None if isinstance(self, keras.optimizers.LossScaleOptimizer) else hooks_of(strategy).sharding(strategy)
+        )
         if sharding is not None:
             is_whole = owns_whole_variables(self)
             if is_whole is not None:

@@ -12,8 +12,7 @@ from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
 
 _DistributedVariable = private(
-    "tensorflow.python.distribute.values:DistributedVariable",
-    "has no Python number, and no update of rows",
+    "tensorflow.python.distribute.values:DistributedVariable", "has no Python number, and no update of rows"
 )
 
 

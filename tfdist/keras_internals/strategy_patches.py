@@ -11,7 +11,7 @@ from tfdist.keras_internals.model_introspection import patch_predictions
 from tfdist.keras_internals.optimizers import patch_optimizers
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.rematerialization import patch_rematerialization
-from tfdist.keras_internals.saving_memory import patch_saving
+from tfdist.keras_internals.saved_files import patch_saving
 from tfdist.keras_internals.scheduled_training import patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, tree
+from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer
 from tfdist.keras_internals.model_introspection import has_own_step
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
@@ -20,9 +20,6 @@ _BUILD_ERRORS = (ValueError, TypeError, RuntimeError)
 
 def declared_batch(element_spec: Any) -> Any:
     """Returns a replica's batch as symbolic tensors.
-
-    Args:
-        element_spec: The structure of `tf.TypeSpec`s of the batches, of a `tf.data.Dataset` or a distributed one.
 
     Raises:
         AttributeError, TypeError, ValueError: If the rank of a part is unknown.
@@ -132,7 +129,7 @@ def patch_symbolic_build() -> None:
         except _BUILD_ERRORS as error:
             if steps_by_itself:
                 return _build_without_call(self)
-            rows = next((leaf.shape[0] for leaf in tree.flatten(declared) if leaf is not None), None)
+            rows = next((leaf.shape[0] for leaf in keras.tree.flatten(declared) if leaf is not None), None)
             if rows is not None:
                 strategy.divided_rows.of([rows], strategy.num_replicas_in_sync).explain(error)
             raise

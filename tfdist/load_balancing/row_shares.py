@@ -105,10 +105,8 @@ class RowShares:
     def report(self, replica: int, measured: tf.Tensor | None, rows: Any) -> tf.Tensor:
         """Returns what a replica reports in a step; the reports of all replicas are added up.
 
-        Args:
-            replica: The number of the replica over all workers.
-            measured: The last step of this replica, as `TimedStep.last`; `None` in `evaluate`.
-            rows: The rows of this step.
+        `replica` counts over all workers. `measured` is the last step of this replica, as `TimedStep.last`; `None` in
+        `evaluate`.
         """
         own_rows = tf.reshape(tf.cast(rows, tf.float32), [1])
         if measured is None:

@@ -218,10 +218,6 @@ def within_limits(shares: Sequence[float], limits: Sequence[float]) -> list[floa
 
     >>> within_limits([1, 1], [1.0, 0.25]), within_limits([1, 3], [1.0, 1.0])
     ([1.5, 0.5], [1, 3])
-
-    Args:
-        shares: One for each worker.
-        limits: The largest share of each worker, as a fraction; together at least 1.
     """
     total = _total(shares)
     most = [limit * total for limit in limits]

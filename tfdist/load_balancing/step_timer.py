@@ -29,10 +29,7 @@ class StepTimer:
     def start(self, data: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], rows: Any) -> "TimedStep":
         """Starts the clock of a step when its data is there and the last update of its weights is made.
 
-        Args:
-            data: The tensors of the replica's part of the batch.
-            weights: Some weights of the model, as the step reads them.
-            rows: The number of rows of the part.
+        Some weights suffice, as the step reads them. `rows` is the number of rows of the replica's part.
         """
         return TimedStep(self._host, self._last, self._started_at, [*data, *weights], rows)
 

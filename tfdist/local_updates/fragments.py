@@ -70,15 +70,10 @@ class SyncSchedule:
 def split_by_bytes(nbytes: Sequence[int], fragments: int) -> list[list[int]]:
     """Splits variables into groups of about equal bytes: the largest ones first, each to the smallest group.
 
+    Returns positions, in order. There are at most as many groups as variables.
+
     >>> split_by_bytes([8, 1, 6, 2, 1], 2)
     [[0, 1], [2, 3, 4]]
-
-    Args:
-        nbytes: The bytes of each variable.
-        fragments: The number of groups, at most that of variables.
-
-    Returns:
-        The positions of the variables of each group, in order.
     """
     groups: list[list[int]] = [[] for _ in range(fragments)]
     totals = [0] * fragments

@@ -31,13 +31,10 @@ class LocalUpdates:
     """
 
     def __init__(self, strategy: Any, mode: LocalMode, samples_of_step: Callable[[], Any]) -> None:
-        """Prepares `strategy`.
+        """Prepares a complete strategy.
 
-        Args:
-            strategy: The strategy, complete.
-            mode: How weights are exchanged.
-            samples_of_step: Returns the samples of all replicas of this worker in the Keras step that is running;
-                `None` in a custom loop.
+        `samples_of_step` returns the samples of all replicas of this worker in the Keras step that is running; `None`
+        in a custom loop.
         """
         self.mode = mode
         self._strategy_reference = weakref.ref(strategy)

@@ -38,12 +38,8 @@ class SyncedOptimizer:
     ) -> None:
         """Creates anchors, outer optimizers and counters. Call this eagerly, in the scope of the strategy.
 
-        Args:
-            optimizer: The Keras optimizer, which is built.
-            mode: How its variables are exchanged.
-            strategy: The strategy.
-            reduction: Returns the reduction of the replica that calls it.
-            in_background: Returns the exchange of fragments while steps run; `None` if steps wait.
+        The optimizer is built. `reduction` returns that of the replica that calls it, `in_background` the exchange of
+        fragments while steps run; `None` if steps wait.
 
         Raises:
             ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
@@ -115,11 +111,9 @@ class SyncedOptimizer:
         assign(self._strategy, self.fresh, read(self.fresh) + tf.cast(samples, tf.float32))
 
     def update(self, apply: Callable[[], None], *, is_certain: bool) -> None:
-        """Runs an update, and the exchanges that follow it.
+        """Runs an update by `apply`, and the exchanges that follow it.
 
-        Args:
-            apply: Updates the variables; not called if this worker had no samples since the last update.
-            is_certain: Whether it certainly had some.
+        A worker that had no samples since the last update is left out, unless it is certain that it had some.
         """
         is_first = tf.equal(read(self.updates), 0)
         tf.cond(is_first, self._set_anchors, lambda: None)  # a program may have assigned weights
@@ -141,8 +135,7 @@ class SyncedOptimizer:
     def flush(self, under_way: Sequence[int]) -> None:
         """Makes all weights, and moving averages of weights, equal on all workers.
 
-        Args:
-            under_way: The fragments that were sent and whose sums were not used, in order.
+        The sums of the fragments that are `under_way`, in the order in which they were sent, are not used yet.
         """
         for number in under_way:
             self._receive(number)

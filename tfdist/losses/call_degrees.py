@@ -15,13 +15,7 @@ _MOST_TURNS = 4  # After these, the kinds of a loop's values are unknown if they
 
 
 def of_call(degrees: Any, operation: tf.Operation, kinds: Sequence[Kind]) -> Callable[[tf.Tensor], Kind]:
-    """Follows a call, a condition or a loop; returns a function that returns the kind of an output.
-
-    Args:
-        degrees: The `SampleDegrees` of its graph.
-        operation: An operation of one of the types `CALLS`.
-        kinds: The kinds of its inputs.
-    """
+    """Follows a call, a condition or a loop (`CALLS`); returns a function that returns the kind of an output."""
     if operation.type in LOOPS:
         return _of_loop(degrees, operation, kinds)
     if operation.type in PLAIN_CALLS:

@@ -253,12 +253,8 @@ class LossStep:
     def parts_of_gradient(self, targets: list[Any], gradients: list[Any] | None = None) -> list[tuple[Any, Any]] | None:
         """Returns the tensors to differentiate and the gradients of the loss with respect to each.
 
-        Args:
-            targets: What the user's code differentiates with respect to variables.
-            gradients: The gradients of the loss with respect to the targets, if the user's code gives them.
-
-        Returns:
-            `None` if the targets are right as they are, or cannot be followed.
+        `None` if `targets`, what the user's code differentiates with respect to variables, are right as they are, or
+        cannot be followed. The user's code may give `gradients` of the loss with respect to them.
         """
         if self._degrees is None or self._is_alone:
             return None
@@ -312,12 +308,10 @@ class LossStep:
         return terms
 
     def as_part(self, loss: Any, *, is_mean: bool, is_certain: bool = False) -> Any:
-        """Returns a loss of the user's code as a part.
+        """Returns a loss of the user's code, a scalar or a tensor whose sum counts, as a part.
 
-        Args:
-            loss: A scalar or a tensor, whose sum counts.
-            is_mean: Whether a loss that cannot be followed is a mean. Otherwise it is a part already.
-            is_certain: Whether `is_mean` is certain, so that no warning is given.
+        A loss that cannot be followed is a mean if `is_mean`, otherwise a part already; unless that `is_certain`, it is
+        warned of.
         """
         if self._degrees is None or not is_symbolic(loss):
             if self.degree(loss) == self.scaled_degree and is_scalar(loss):

@@ -41,13 +41,7 @@ class SampleDegrees:
     """Finds the kinds of tensors in the graph of one replica's step."""
 
     def __init__(self, data: Any, samples: int | tf.Tensor, replicas: int = 1) -> None:
-        """Prepares for a step.
-
-        Args:
-            data: The replica's batch, a structure of tensors whose first axis holds the samples.
-            samples: The replica's number of samples, an int or an int32 scalar.
-            replicas: The number of replicas.
-        """
+        """Prepares for a step with a replica's batch, a structure of tensors whose first axis holds the samples."""
         self.replicas = replicas
         self.static_samples = samples if isinstance(samples, int) else None
         self.ambiguous: list[tf.Tensor] = []
@@ -68,10 +62,8 @@ class SampleDegrees:
     def mark(self, tensor: Any, degree: float, *, is_loss: bool = True) -> None:
         """Sets the `degree` of the sum of a tensor's elements. Eager tensors are ignored.
 
-        Args:
-            tensor: A tensor, whose samples lie along its first axis if its kind is not known.
-            degree: The degree of its sum.
-            is_loss: Whether a scalar depends on the samples themselves, not only on their number.
+        If its kind is not known, samples lie along the first axis. A scalar that `is_loss` depends on the samples
+        themselves, not only on their number.
         """
         if not is_symbolic(tensor):
             return

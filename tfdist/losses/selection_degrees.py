@@ -117,8 +117,4 @@ def _slice_of_vector(kind: Kind, begin: Any, end: Any, strides: Any, mask: dict[
     return vector(sizes[slice(first, last, strides[0])])
 
 
-RULES: dict[str, Rule] = {
-    "GatherV2": _gather,
-    "ResourceGather": _gather,
-    "StridedSlice": _strided_slice,
-}
+RULES: dict[str, Rule] = {"GatherV2": _gather, "ResourceGather": _gather, "StridedSlice": _strided_slice}

@@ -57,10 +57,6 @@ def split_by(batches: Sequence[Any], sizes_of: Callable[[int], Sequence[int]]) -
     >>> parts = split_by([(tf.zeros([5, 2]),), (tf.zeros([1, 2]),)], lambda rows: [rows - rows // 4, rows // 4])
     >>> [[piece[0].shape[0] for piece in part] for part in parts]
     [[4, 1], [1]]
-
-    Args:
-        batches: The batches.
-        sizes_of: Returns the number of rows of each part for that of a batch.
     """
     by_batch = [split(batch, 1, sizes_of(num_rows(batch))) for batch in batches]
     return [[piece for piece in pieces if num_rows(piece)] for pieces in zip(*by_batch, strict=True)]
@@ -138,12 +134,7 @@ class PartShares:
     """The shares of the workers of a synchronous mode. The chief alone measures and divides."""
 
     def __init__(self, workers: int, options: LoadBalancing | None) -> None:
-        """Begins with equal parts, or the nearest ones within the limits of `options`.
-
-        Args:
-            workers: The number of workers.
-            options: How parts follow the speeds; `None` if they stay equal.
-        """
+        """Begins with equal parts, which stay so without `options`, or the nearest ones within their limits."""
         self._devices, self._options = [1] * workers, options
         limits = [1.0] * workers if options is None else options.limits(workers)
         self._state = initial_state(whole_shares(within_limits(self._devices, limits)))
@@ -170,10 +161,8 @@ class PartShares:
     def add_round(self, interval: float, measured: Mapping[int, tuple[float, int]]) -> None:
         """Adds a round that has ended, and divides again if it is time.
 
-        Args:
-            interval: The seconds from when its parts were scheduled until the last part was done.
-            measured: By worker, the seconds and the rows of its part. A worker is missing if another one has computed
-                its part.
+        `interval` are the seconds from when its parts were scheduled until the last one was done; `measured` are, by
+        worker, the seconds and the rows of its part, without workers whose parts others have computed.
         """
         of_workers = [measured.get(worker, (0.0, 0)) for worker in range(len(self._devices))]
         seconds, rows = np.asarray(of_workers, np.float64).T

@@ -43,12 +43,7 @@ class ChiefTraining:
     """Trains one model under a parameter server strategy."""
 
     def __init__(self, model: keras.Model, stats: StatsCollector) -> None:
-        """Prepares the training of a model. Call this once for each model.
-
-        Args:
-            model: Created under a ParameterServerStrategy.
-            stats: Collects the statistics of the strategy's workers.
-        """
+        """Prepares the training of a model. Call this once for each model."""
         self._model, self._stats = model, stats
         self._strategy = strategy = model.distribute_strategy
         self._mode, self._workers = strategy.mode, strategy.num_workers
@@ -170,7 +165,11 @@ class ChiefTraining:
                     optimizer.build(model.trainable_variables)
                 inner = getattr(optimizer, "inner_optimizer", optimizer)
                 paths = OptimizerUpdate(inner, model.trainable_variables).paths
-                self._encoder.prepare(paths, [variable.shape for variable in model.trainable_variables])
+                self._encoder.prepare(
+                    paths,
+                    [variable.shape for variable in model.trainable_variables],
+                    may_skip_rounds=isinstance(self._mode, Synchronous) and inner is not optimizer,
+                )
             self._is_prepared = True
         return functions
 
@@ -256,9 +255,7 @@ class ChiefTraining:
         if self._shares.follows_speeds:
             self._shares.add_round(self._seconds, self._measured)
         # By buffer: rounding must not depend on who was first.
-        self._sums.add_parts(
-            [of_part["metrics"] for of_part in results], [of_part["logs"] for of_part in results], weights
-        )
+        self._sums.add_parts([part["metrics"] for part in results], [part["logs"] for part in results], weights)
         self._stats.updates += 1
         self._free = sorted([*self._free, *finished])  # sorted, so that sums have the same order after a restart
 
@@ -272,12 +269,7 @@ class ChiefTraining:
     ) -> dict[int, tuple[int, Any]]:
         """Has the workers compute a phase of a round; returns samples and result of each part, by buffer.
 
-        Args:
-            functions: The functions of the model.
-            batches: The batches of the round.
-            waiting: By buffer, the part's number, its batches, and the worker for which it was made.
-            phase: The number of the phase.
-            mode: The mode.
+        `waiting` has, by buffer, the part's number, its batches, and the worker for which it was made.
         """
         total, normalizers = self._totals(functions, batches, [part for _, part, _ in waiting.values()], phase)
         self._round += 1
@@ -380,10 +372,7 @@ class MetricSums:
     ) -> None:
         """Adds a step that was computed in parts.
 
-        Args:
-            metrics: By part, what the step has added to the variables of the metrics.
-            logs: By part, what the step returned.
-            weights: The fraction of the samples in each part.
+        Metrics are what a part has added to their variables, weights the fractions of the samples in each part.
         """
         if self._sums is None:
             self._sums = [variable.numpy() for variable in self._model.metrics_variables]

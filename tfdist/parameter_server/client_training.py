@@ -15,6 +15,7 @@ from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.function_methods import inlined
+from tfdist.utils.temporary_values import setting
 
 _current: contextvars.ContextVar["LocalSteps | None"] = contextvars.ContextVar("tfdist_local_steps", default=None)
 
@@ -94,18 +95,9 @@ def train(
 ) -> tuple[StepResult, tf.Tensor]:
     """Traces a client's part of a round. It changes no variable of the servers.
 
-    A call of an earlier round, which runs again on a worker that was lost, makes no step.
-
-    Args:
-        model: Compiled and built.
-        iterator: Over the client's batches.
-        info: Describes the round.
-        mode: The strategy's mode.
-        clients: The number of all clients.
-        slots: The initial slots of the model's optimizer.
-        server_optimizer: The optimizer that will apply the difference.
-        pull_dtype: As which dtype trainable variables cross the network.
-        name: The name of the memory of the copies, unique to the model.
+    A call of an earlier round, which runs again on a worker that was lost, makes no step. `clients` is the number of
+    all clients, `slots` are the initial ones of the model's optimizer, and `name`, that of the memory of the copies, is
+    unique to the model.
 
     Returns:
         The difference as gradients of `server_optimizer`, and whether it counts, a bool scalar: the round is the
@@ -116,12 +108,8 @@ def train(
     is_present = tf.equal(rounds, info.round)
     steps = tf.where(is_present, mode.local_steps, 0)
     copies = LocalCopies(model, slots, info.round * clients + info.client, pull_dtype, name)
-    with copies.in_use():
-        token = _current.set(LocalSteps(model, copies, mode.proximal))
-        try:
-            samples, logs = _local_steps(model, iterator, steps)
-        finally:
-            _current.reset(token)
+    with copies.in_use(), setting(_current, LocalSteps(model, copies, mode.proximal)):
+        samples, logs = _local_steps(model, iterator, steps)
     differences = []
     for variable in model.trainable_variables:
         before, after = copies.before_and_after(variable)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import server_variable
+from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 from tfdist.tensorflow_internals.server_variables import look_up_version, send_as
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
@@ -22,7 +22,7 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
         The rows, of the shape of `ids` followed by the row's dimension. None while Keras builds a layer by a call, in
         which the table has a shape and no value yet.
     """
-    if any(server_variable(part) is None for part in parts):
+    if any(held_variable(part) is None for part in parts):
         return None
     if is_compiling():  # rows are looked up on the servers
         raise CannotCompileError
@@ -51,10 +51,6 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
 def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
     """Returns into how many parts a table is split by its rows.
 
-    Args:
-        partitioner: The `variable_partitioner` of the strategy, or `None`.
-        shape: Rows and columns of the table.
-
     Raises:
         ValueError: The partitioner splits columns.
     """
@@ -70,7 +66,7 @@ def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
 
 
 def _rows(part: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
-    variable, scope = server_variable(part), WorkerScope.current()
+    variable, scope = held_variable(part), WorkerScope.current()
     source = None if scope is None else scope.version_of(part)
     if source is None:
         with tf.device(variable.device):

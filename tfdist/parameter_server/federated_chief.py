@@ -307,16 +307,7 @@ class ClientFunctions(WorkerFunctions):
         packing: ResultPacking,
         server_optimizer: Any,
     ) -> None:
-        """Creates the functions; see `WorkerFunctions`.
-
-        Args:
-            model: Compiled and built.
-            strategy: The model's ParameterServerStrategy.
-            encoder: Encodes differences.
-            buffers: Where clients write them.
-            packing: Packs what the functions return.
-            server_optimizer: The optimizer that applies their mean. It is built.
-        """
+        """Creates the functions; see `WorkerFunctions`. The server's optimizer is built."""
         super().__init__(model, strategy, encoder, buffers, packing)
         self._client_encoder, self._client_buffers = encoder, buffers
         self._server_optimizer = server_optimizer

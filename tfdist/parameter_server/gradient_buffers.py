@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import all_finite, sum_duplicate_rows
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
-from tfdist.parameter_server.gradient_push import GradientEncoder, push_report, unscaled
+from tfdist.parameter_server.gradient_push import GradientEncoder, push_report, round_mark, unscaled
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.server_variables import colocated_variable
@@ -70,8 +70,9 @@ class GradientBuffers:
         self._phases[phase] = _Phase(optimizers, changed, result.is_last)
         for position, (optimizer, variables) in enumerate(optimizers):
             gradients = unscaled(optimizer, result.gradients[position])
+            mark = round_mark(optimizer) if encoder.may_skip_rounds else None
             for index, (gradient, path) in enumerate(zip(gradients, optimizer.paths, strict=True)):
-                sent, size = encoder.encode(gradient, path)
+                sent, size = encoder.encode(gradient, path, round_mark=mark)
                 sizes.append(size)
                 key = (phase, position, index)
                 if isinstance(gradient, tf.IndexedSlices):
@@ -84,13 +85,10 @@ class GradientBuffers:
         return push_report(result, tf.constant(0, tf.int64), sizes)
 
     def update(self, buffers: tf.Tensor, weights: tf.Tensor, model_optimizer: Any, phase: int = 0) -> None:
-        """Makes the updates of a phase by the parts in `buffers`. Call this in a replica context.
+        """Makes the updates of a phase by the parts in `buffers`, an int32 vector. Call this in a replica context.
 
-        Args:
-            buffers: int32 vector, the buffers that count.
-            weights: float64 vector, the fraction of the batch in each; their sum is 1.
-            model_optimizer: Its count of updates is incremented in each round, also if no phase uses it.
-            phase: The number of the phase, which was written before.
+        `weights`, a float64 vector, are the fractions of the batch in each, whose sum is 1. The count of updates of the
+        model's optimizer is incremented in each round, also if no phase uses it.
         """
         contents = self._phases[phase]
         if not contents.is_last:

@@ -1,6 +1,6 @@
 """Encodes a worker's gradients and pushes them to the servers, which apply them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +15,7 @@ from tfdist.tensorflow_internals.cluster_coordinator import worker_index
 from tfdist.updates.update_engine import apply_if_finite
 
 _ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+_MARK = "mark"  # of the last round, beside the state from before it
 
 
 class GradientEncoder:
@@ -24,25 +25,34 @@ class GradientEncoder:
     """
 
     def __init__(self, policy: Policy, new_worker_variable: Callable[[tf.Tensor], tf.Variable]) -> None:
-        """Creates an encoder.
-
-        Args:
-            policy: Chooses the compressor of each variable.
-            new_worker_variable: Creates a variable on each worker from an initial value.
-        """
+        """Encodes by `policy`. A new worker variable is one on each worker, with an initial value."""
         self._policy = policy
         self._new_worker_variable = new_worker_variable
         self._state: dict[str, dict[str, tf.Variable]] = {}
+        self._before_round: dict[str, dict[str, tf.Variable]] = {}
 
-    def prepare(self, paths: Sequence[str], shapes: Sequence[tf.TensorShape]) -> None:
+    def prepare(self, paths: Sequence[str], shapes: Sequence[tf.TensorShape], *, may_skip_rounds: bool = False) -> None:
         """Creates the compressors' state for these variables. Call this outside of functions."""
         for path, shape in zip(paths, shapes, strict=True):
             compressor, has_state = self._policy.resolve(path, shape)
+            initial = compressor.initial_state(shape) if has_state else {}
             if has_state and path not in self._state:
-                initial = compressor.initial_state(shape)
-                self._state[path] = {name: self._new_worker_variable(value) for name, value in initial.items()}
+                self._state[path] = self._new_variables(initial)
+            if initial and may_skip_rounds and path not in self._before_round:
+                mark = tf.constant([-1.0, -1.0], tf.float64)
+                self._before_round[path] = self._new_variables({**initial, _MARK: mark})
 
-    def encode(self, gradient: Any, path: str, is_applied: tf.Tensor | None = None) -> tuple[EncodedGradient, Any]:
+    @property
+    def may_skip_rounds(self) -> bool:
+        """Whether states are taken back after a round that was skipped."""
+        return bool(self._before_round)
+
+    def _new_variables(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Variable]:
+        return {name: self._new_worker_variable(value) for name, value in values.items()}
+
+    def encode(
+        self, gradient: Any, path: str, is_applied: tf.Tensor | None = None, round_mark: tf.Tensor | None = None
+    ) -> tuple[EncodedGradient, Any]:
         """Encodes the gradient of the variable at `path`.
 
         Args:
@@ -50,6 +60,8 @@ class GradientEncoder:
             path: The path of the variable.
             is_applied: Whether the update is made, a bool scalar; `None` if it certainly is. The state of the
                 compressor does not change otherwise: a residual is what remains of values that were sent.
+            round_mark: Of the round to which the gradient belongs, if only all its parts together tell whether the
+                update is made; see `round_mark`. The state of a round that was skipped is taken back in the next one.
 
         Returns:
             The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
@@ -61,6 +73,8 @@ class GradientEncoder:
         if not has_state or dtype not in _ENCODED_DTYPES:
             return EncodedGradient([gradient], lambda tensors: tensors[0]), shape.num_elements() * dtype.size
         state = self.read_state(path)
+        if round_mark is not None and path in self._before_round:  # some methods have no state
+            state = self._without_skipped_round(path, state, round_mark)
         payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), state)
         if is_applied is not None:
             new_state = {name: tf.where(is_applied, value, state[name]) for name, value in new_state.items()}
@@ -80,6 +94,20 @@ class GradientEncoder:
         """Stores the state of the compressor of the variable at `path` on this worker."""
         for name, value in new_state.items():
             self._state[path][name].assign(value)
+
+    def _without_skipped_round(self, path: str, state: dict[str, tf.Tensor], mark: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Returns the state without what the last round has changed if it was skipped, and keeps that for the next."""
+        variables = self._before_round[path]
+        before = {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
+        last = before.pop(_MARK)
+        is_skipped = tf.logical_and(tf.equal(last[0], mark[0]), tf.not_equal(last[1], mark[1]))
+        state = {name: tf.where(is_skipped, before[name], value) for name, value in state.items()}
+        # A worker that computes the part of a lost one, too, has two in a round.
+        is_same_round = tf.reduce_all(tf.equal(last, mark))
+        for name, value in state.items():
+            variables[name].assign(tf.where(is_same_round, before[name], value))
+        variables[_MARK].assign(mark)
+        return state
 
     def _encode_rows(self, gradient: tf.IndexedSlices, path: str) -> tuple[EncodedGradient, Any]:
         # Rows that were looked up several times are summed and sent once.
@@ -172,9 +200,7 @@ def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> l
 def update_directly(optimizer: Any, gradients: list[Any]) -> None:
     """Updates by the gradients of a custom training loop, which schedules its functions itself.
 
-    Args:
-        optimizer: The `OptimizerUpdate`. Keras counts the update afterwards.
-        gradients: The gradients of the scaled loss.
+    Keras counts the update afterwards.
 
     Raises:
         ValueError: The optimizer accumulates gradients.
@@ -192,6 +218,16 @@ def update_directly(optimizer: Any, gradients: list[Any]) -> None:
         lambda: optimizer.apply(optimizer.clip(means)),
         lambda: optimizer.take_back(1),
     )
+
+
+def round_mark(optimizer: Any) -> tf.Tensor | None:
+    """Returns the count of updates and the loss scale, float64 of shape [2], where a round may be skipped, else `None`.
+
+    After a round that was skipped the count is the same and the scale is another one.
+    """
+    if optimizer.loss_scale is None:
+        return None
+    return tf.stack([tf.cast(number, tf.float64) for number in (optimizer.counter, optimizer.loss_scale.value)])
 
 
 def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ masks and weights and sends it to the workers.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ from tfdist.losses.loss_scaling import LossStep
 from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.tensorflow_internals.function_methods import inlined
 from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class _Step(LossStep):
@@ -41,21 +42,15 @@ class _Step(LossStep):
         """The fraction of the samples of the batch in this part."""
         return 1 if not tf.is_tensor(self.sum_scale) else 1 / self.sum_scale
 
-    @contextlib.contextmanager
-    def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
+    def share_of(self, divisor: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Encloses the computation of a mean that divides by `divisor`, a float32 scalar.
 
         Inside a condition, a loop or a nested function the normalizer cannot be computed beforehand: there the mean
         counts as one over the samples.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
-            yield
-            return
-        self.fraction = self._fraction_of(tf.stop_gradient(divisor))
-        try:
-            yield
-        finally:
-            self.fraction = 1
+            return contextlib.nullcontext()
+        return setting_attributes(self, fraction=self._fraction_of(tf.stop_gradient(divisor)))
 
     def _fraction_of(self, normalizer: tf.Tensor) -> Any:
         raise NotImplementedError
@@ -126,17 +121,10 @@ class LossNormalizers:
         self._functions: dict[Any, PrunedFunction] = {}
 
     def of(self, batches: Sequence[Any], number: int) -> list[float]:
-        """Returns the normalizers of a step on all rows of `batches`.
-
-        Args:
-            batches: Batches of any sizes: inputs, targets, weights, as `train_step` takes them.
-            number: How many normalizers a step has.
-
-        Returns:
-            `number` values, in the order in which the losses use them.
+        """Returns the normalizers of a step on all rows of `batches`, in the order in which the losses use them.
 
         Raises:
-            RuntimeError: The step on a complete batch has fewer.
+            RuntimeError: The step on a complete batch has fewer than `number`.
         """
         return np.sum([self._of_batch(batch, number) for batch in batches], axis=0).tolist()
 

@@ -63,20 +63,12 @@ class StatsCollector:
         return tuple(self._stats)
 
     def add(
-        self,
-        report: Mapping[str, int],
-        *,
-        counts: bool = True,
-        scheduled_at: float | None = None,
-        is_last: bool = True,
+        self, report: Mapping[str, int], *, counts: bool = True, scheduled_at: float | None = None, is_last: bool = True
     ) -> None:
         """Adds a push that has just ended.
 
-        Args:
-            report: What the worker reported; see `gradient_push.push_report`.
-            counts: Whether its round used it.
-            scheduled_at: When it was scheduled, by `time.monotonic()`.
-            is_last: Whether it is the last phase of its step; of earlier ones bytes and time count.
+        `report` is a `gradient_push.push_report`. A push that does not count was not used by its round, and of a phase
+        that is not the last of its step only bytes and time count. Times are those of `time.monotonic()`.
         """
         worker, now = report["worker"], time.monotonic()
         before = self._stats[worker]

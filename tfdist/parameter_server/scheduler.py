@@ -23,12 +23,7 @@ class Scheduler:
     def __init__(
         self, coordinator: tf.distribute.coordinator.ClusterCoordinator, while_waiting: Callable[[], None]
     ) -> None:
-        """Creates a scheduler without work.
-
-        Args:
-            coordinator: The coordinator of the strategy.
-            while_waiting: Called repeatedly during a long wait.
-        """
+        """Creates a scheduler without work; `while_waiting` is called repeatedly during a long wait."""
         self._coordinator, self._while_waiting = coordinator, while_waiting
         self._running: list[tuple[Any, Any, int]] = []  # (remote value, tag, serial number), the oldest first
         self._scheduled = 0
@@ -45,13 +40,9 @@ class Scheduler:
     def schedule(
         self, function: Callable[..., Any], args: tuple[Any, ...], tag: Any = None, worker: int | None = None
     ) -> None:
-        """Has a worker call `function(*args)`; `tag` is returned with the result.
+        """Has a worker call `function(*args)`, a `tf.function`; `tag` is returned with the result.
 
-        Args:
-            function: A `tf.function`.
-            args: Its arguments.
-            tag: Any object.
-            worker: The worker that should call it; another one does if that one is lost.
+        If `worker` is given and lost, another one calls it.
         """
         try:
             with preferring(self._coordinator, worker):

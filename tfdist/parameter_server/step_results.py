@@ -63,12 +63,7 @@ def named_log_part(model: keras.Model, logs: dict[str, Any]) -> LogPart:
 
 
 def combined(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
-    """Returns the logs of parts together: means of what can be averaged, otherwise the first part's values.
-
-    Args:
-        parts: The logs of each part, of tensors or of arrays.
-        weights: The fraction of the samples in each part.
-    """
+    """Returns the logs of parts together: means of what can be averaged, otherwise the first part's values."""
     if len(parts) == 1:
         return parts[0]
     is_result = parts[0]["is_result"]

@@ -85,10 +85,6 @@ def reject_unsupported_clients(model: Any, policy: Policy) -> None:
 def reject_while_workers_are_lost(workers: Sequence[str], may_connect: bool) -> None:
     """Checks that another strategy of this process may connect to the cluster.
 
-    Args:
-        workers: The addresses of all workers.
-        may_connect: Whether no other strategy is reconnecting to a worker at the moment.
-
     Raises:
         RuntimeError: A worker is lost or has just returned; the message says what to do.
     """

@@ -44,10 +44,6 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset], coordinator: Any) -> None:
         """Has each worker call `dataset_fn`.
 
-        Args:
-            dataset_fn: Takes a `tf.distribute.InputContext`; returns a dataset of batches.
-            coordinator: The coordinator of the strategy.
-
         Raises:
             ValueError: `dataset_fn` does not return a dataset.
         """
@@ -128,11 +124,7 @@ class ClientDatasets(WorkerDatasets):
     ) -> None:
         """Traces `dataset_fn` for each client.
 
-        Args:
-            dataset_fn: Takes a `tf.distribute.InputContext`, whose `input_pipeline_id` is the number of the client and
-                whose `num_input_pipelines` is that of all; returns a dataset of batches.
-            strategy: The ParameterServerStrategy.
-            clients: The number of clients.
+        The `input_pipeline_id` of the `tf.distribute.InputContext` that it takes is the number of the client.
 
         Raises:
             ValueError: `dataset_fn` does not return a dataset, or datasets whose elements differ in dtype or shape.
@@ -161,14 +153,10 @@ class ClientDatasets(WorkerDatasets):
         return _not_available()
 
     def create_iterators(self, positions: Any) -> list[Any]:
-        """Creates all clients' iterators.
+        """Creates all clients' iterators: client `c` has number `c // num_workers` of its worker `c % num_workers`.
 
-        Args:
-            positions: int64 vector: by client, how many batches it has trained on. Read again when a worker has
-                returned.
-
-        Returns:
-            One for each client of a worker: client `c` has number `c // num_workers` of its worker `c % num_workers`.
+        `positions`, an int64 vector, are by client the batches it has trained on, read again when a worker has
+        returned.
         """
         workers = self._strategy.num_workers
         rows = range(-(-self.clients // workers))

@@ -34,14 +34,9 @@ class WorkerFunctions:
         buffers: GradientBuffers | None,
         packing: ResultPacking,
     ) -> None:
-        """Creates the functions.
+        """Creates the functions of a built model.
 
-        Args:
-            model: Compiled and built.
-            strategy: The model's ParameterServerStrategy.
-            encoder: Encodes gradients.
-            buffers: The buffers for parts of rounds; `None`: gradients are pushed to the variables.
-            packing: Packs what the functions return.
+        Without buffers for parts of rounds gradients are pushed to the variables.
         """
         self._model, self._strategy = model, strategy
         self._encoder, self._buffers, self._packing = encoder, buffers, packing
@@ -95,11 +90,7 @@ class WorkerFunctions:
         return list(self._strategy.run(lambda: self._packing.pack(function())))
 
     def _train(
-        self,
-        batches: list[Any],
-        part: PartInfo,
-        total_samples: Callable[[tf.Tensor], tf.Tensor] | None,
-        phase: int,
+        self, batches: list[Any], part: PartInfo, total_samples: Callable[[tf.Tensor], tf.Tensor] | None, phase: int
     ) -> Results:
         parts = 1 if self._buffers is None else self._strategy.num_workers  # a push is a whole batch
         divided = self._strategy.divided_rows = DividedRows.of([first_input(batches[0]).shape[0]], parts)

@@ -8,12 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.keras_internals.scheduled_training import is_seed_state
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.tensorflow_internals.function_graphs import call_with
 from tfdist.tensorflow_internals.function_methods import is_in_compiled_function
 from tfdist.tensorflow_internals.server_variables import pull_as
 from tfdist.tensorflow_internals.tensorflow_symbols import stop_recording
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have distinct seeds
@@ -31,12 +33,9 @@ class StepUpdates:
     """
 
     def end_phase(self, number: int, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
-        """Makes the updates that end phase `number`, or raises `PhaseEnded`.
+        """Makes the updates that end phase `number`, from 0, or raises `PhaseEnded`.
 
-        Args:
-            number: The phase, counted from 0.
-            pushed: Its optimizers and their gradients, in order.
-            changes: What it has assigned to variables that optimizers update, as differences.
+        `changes` is what it has assigned to variables that optimizers update, as differences.
         """
         raise NotImplementedError
 
@@ -62,6 +61,7 @@ class WorkerScope(keras.StatelessScope):
         pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
         first_metric_values: The tensors at which metrics start.
         loss_step: How the losses of the present step are scaled.
+        pushed: By step, the optimizers and their gradients, in order.
     """
 
     def __init__(
@@ -73,14 +73,9 @@ class WorkerScope(keras.StatelessScope):
         jit_compile: bool = False,
         updates: StepUpdates | None = None,
     ) -> None:
-        """Creates a scope without changes.
+        """Creates a scope without changes, for a step whose number in this training is an int64 scalar.
 
-        Args:
-            metrics: The variables of the model's metrics.
-            number: The number of the step in this training, an int64 scalar.
-            pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
-            jit_compile: Whether XLA compiles the calls of layers and losses.
-            updates: Makes the updates of phases; `None`: they are not made.
+        XLA compiles the calls of layers and losses if `jit_compile`. Without `updates` those of phases are not made.
         """
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
         super().__init__(zeros, collect_losses=True, initialize_variables=False)
@@ -103,7 +98,7 @@ class WorkerScope(keras.StatelessScope):
         self._started_at = self._updated_at = 0  # the numbers of operations when the phase and its update began
         self._is_in_update = False
         self._counters: set[int] = set()
-        self._pushed: list[list[tuple[Any, list[Any]]]] = []
+        self.pushed: list[list[tuple[Any, list[Any]]]] = []
         self.loss_step: LossStep | None = None
 
     @staticmethod
@@ -120,7 +115,7 @@ class WorkerScope(keras.StatelessScope):
     @contextmanager
     def step(self, loss_step: LossStep | None = None) -> Iterator[None]:
         """Encloses one step of the model; `loss_step` says how its losses are scaled."""
-        self._pushed.append([])
+        self.pushed.append([])
         self.loss_step = loss_step
         self.losses: list[Any] = []  # what layers add by `add_loss`
         self._read = set()
@@ -129,13 +124,9 @@ class WorkerScope(keras.StatelessScope):
         self._forget_assigned()
         self._phase, self._stale, self._updated = 0, set(), set()
         self._started_at = len(self._graph.get_operations())
-        token = _current.set(self)
-        try:
-            with self:
-                yield
-                self._check_calls()
-        finally:
-            _current.reset(token)
+        with setting(_current, self), self:
+            yield
+            self._check_calls()
 
     @contextmanager
     def in_update(self) -> Iterator[None]:
@@ -165,24 +156,24 @@ class WorkerScope(keras.StatelessScope):
         if value_in_scope is not None:
             return value_in_scope
         if is_seed_state(variable):
-            value = tf.convert_to_tensor(server_variable(variable))
+            value = tf.convert_to_tensor(held_variable(variable))
             seed = tf.cast(tf.bitwise.bitwise_and(self._number * _SEED_STEP, 0xFFFFFFFF), value.dtype)
             self.state_mapping[id(variable)] = seeded = tf.stack([value[0] + seed, value[1]])
             return seeded
         self._count(variable)
         source = self.version_of(variable)
         if variable.trainable and source is not None:
-            return pull_as(server_variable(variable), self._pulled_dtype(variable), source)
+            return pull_as(held_variable(variable), self._pulled_dtype(variable), source)
         if self._is_pulled_as_less(variable):
-            return pull_as(server_variable(variable), self.pull_dtype)
+            return pull_as(held_variable(variable), self.pull_dtype)
         if not variable.trainable and tf.compat.v1.get_default_graph() is self._graph:
             # Read once, so that a step's change is the difference to the value that the step has read.
-            value = (server_variable(variable) if source is None else source).read_value()
+            value = (held_variable(variable) if source is None else source).read_value()
             self.state_mapping[id(variable)] = value
             self._before[id(variable)] = variable, value
             return value
         if variable.regularizer is not None:  # Keras passes the returned value to it
-            return pull_as(server_variable(variable), _dtype_of(variable))
+            return pull_as(held_variable(variable), _dtype_of(variable))
         return None
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
@@ -203,7 +194,7 @@ class WorkerScope(keras.StatelessScope):
         self._updated |= updated
         if self._updates is not None and updated & self._changed.keys():
             self._end_phase()  # an update after an assignment
-        self._pushed[-1].append((optimizer, gradients))
+        self.pushed[-1].append((optimizer, gradients))
         self._counters.add(id(optimizer.counter))  # the update counts
         if not self._stale:
             self._updated_at = len(self._graph.get_operations())
@@ -213,7 +204,7 @@ class WorkerScope(keras.StatelessScope):
     def version_of(self, variable: keras.Variable) -> tf.Variable | None:
         """Returns the server's variable with the value of `variable` in this phase; `None`: that is its own one."""
         self._end_phase_before_reading(variable)
-        server = server_variable(variable)
+        server = held_variable(variable)
         if self._updates is None or server is None:
             return None
         source = self._updates.version(server, self._phase)
@@ -234,24 +225,18 @@ class WorkerScope(keras.StatelessScope):
 
     # What the steps have computed.
 
-    @property
-    def pushed(self) -> list[list[tuple[Any, list[Any]]]]:
-        """By step, the optimizers and their gradients, in order."""
-        return self._pushed
-
     def changes(
         self, excluded: Sequence[tf.Variable] = (), *, of_phase: bool = False
     ) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Returns the servers' variables that the steps would change, and by how much.
 
-        Args:
-            excluded: Variables of servers to leave out, beside the optimizers' counts of updates.
-            of_phase: Whether to return only what optimizers update, too, which is changed at the end of each phase.
+        Some are `excluded`, beside the optimizers' counts. `of_phase`: only those that optimizers update, too, which
+        change at the end of each phase.
         """
         excluded_ids = {*map(id, excluded), *self._counters}
         differences = []
         for variable in self._changed.values():
-            server = server_variable(variable)
+            server = held_variable(variable)
             if id(server) not in excluded_ids and (id(variable) in self._updated or not of_phase):
                 after = tf.cast(self.state_mapping[id(variable)], server.dtype)
                 _, before = self._before.get(id(variable), (variable, None))
@@ -265,12 +250,9 @@ class WorkerScope(keras.StatelessScope):
     def weigh_means(
         self, weight: Any, means: Sequence[tuple[keras.Variable, keras.Variable]], before: list[Any]
     ) -> None:
-        """Makes what a step has added to means over batches count as `weight` batches.
+        """Makes what a step has added to means over batches count as `weight` batches, a float scalar.
 
-        Args:
-            weight: A float scalar, the fraction of the batch in this step.
-            means: The variables (total, count) of each mean, to which the step has added its part as one batch.
-            before: The values of these variables before the step.
+        Means are their variables (total, count), of which `before` has the values before the step.
         """
         for (total, count), (total_before, count_before) in zip(means, before, strict=True):
             sum_of_step, count_of_step = (
@@ -291,30 +273,28 @@ class WorkerScope(keras.StatelessScope):
         if self._updates is None:
             return
         self._check_calls()
-        pushed = self._pushed[-1]
-        was_in_update, self._is_in_update = self._is_in_update, True
+        pushed = self.pushed[-1]
         super().__exit__(None, None, None)  # updates change variables
         try:
-            with stop_recording(), self._graph.as_default():
+            with setting_attributes(self, _is_in_update=True), stop_recording(), self._graph.as_default():
                 self._updates.end_phase(self._phase, pushed, self.changes(of_phase=True))
         finally:
             super().__enter__()
-            self._is_in_update = was_in_update
         self._phase += 1
         self._started_at = len(self._graph.get_operations())
         self._read -= self._stale
-        self._pushed[-1], self._stale = [], set()
+        self.pushed[-1], self._stale = [], set()
         self._forget_assigned()
         changed = {id(variable) for optimizer, _ in pushed for variable in optimizer.changed_variables}
         for key, (variable, _) in list(self._before.items()):
-            if id(server_variable(variable)) in changed and key not in self._changed:
+            if id(held_variable(variable)) in changed and key not in self._changed:
                 del self.state_mapping[key], self._before[key]
 
     def _check_calls(self) -> None:
         """Checks that functions which keep what they read do not read other values than the phase has."""
         if self._updates is None:
             return
-        updated = [variable for optimizer, _ in self._pushed[-1] for variable in optimizer.servers_variables]
+        updated = [variable for optimizer, _ in self.pushed[-1] for variable in optimizer.servers_variables]
         at = call_with([variable.handle for variable in updated], self._graph, self._updated_at) if updated else None
         if at is None:
             old = self._updates.replaced(self._phase)
@@ -349,7 +329,7 @@ class WorkerScope(keras.StatelessScope):
 
 def _dtype_of(variable: keras.Variable) -> tf.DType:
     """The dtype of the server's variable; `variable.dtype` is that of the computation while a layer is called."""
-    server = server_variable(variable)
+    server = held_variable(variable)
     return tf.as_dtype(variable.dtype) if server is None else server.dtype
 
 

@@ -60,15 +60,9 @@ def compute(
 ) -> StepResult:
     """Runs `model.train_step` on each of `batches`, one after another, and changes no variable itself.
 
-    Args:
-        model: Compiled and built.
-        batches: The batches of micro-steps: inputs, targets, weights, as `train_step` takes them.
-        part: Describes these batches as a part of a push or a round.
-        pull_dtype: As which dtype trainable variables cross the network.
-        total_samples: Returns the number of samples in all parts from that in `batches`; both are int64
-            scalars. `None`: `batches` is one batch and the only part.
-        divided: How the rows of a batch are divided.
-        updates: Makes the updates of all phases but the last one.
+    The batches are a part of a push or a round: inputs, targets, weights. `total_samples` returns the number of samples
+    in all parts from that in these batches, both int64 scalars; `None`: they are one batch and the only part. `updates`
+    makes the updates of all phases but the last one.
     """
     counter = update_counter(model.optimizer)
     count = tf.cast(counter.read_value(), tf.int64)

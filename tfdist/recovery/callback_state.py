@@ -33,6 +33,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_callbacks import find_monitor_direction, has_monitor_direction, state_attributes
 from tfdist.utils.json_state import from_json, to_json
+from tfdist.utils.temporary_values import setting_attributes
 
 Json = dict[str, Any]
 
@@ -193,10 +194,6 @@ def _restore_log(logger: keras.callbacks.CSVLogger, state: Json) -> None:
         logger.csv_file.close()
     with tf.io.gfile.GFile(logger.filename, "wb") as file:
         file.write(state["text"].encode(**_ENCODING))
-    appends = logger.append
-    logger.append = True
-    try:
+    with setting_attributes(logger, append=True):
         keras.callbacks.CSVLogger.on_train_begin(logger)  # checks whether the file has a header
-    finally:
-        logger.append = appends
     logger.keys = state["keys"]

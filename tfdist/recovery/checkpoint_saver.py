@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tfdist.checkpoint import BackgroundWriter, CheckpointStore
-from tfdist.data_position.training_iterator import TrainingIterator
+from tfdist.data_position.resumable_iterator import ResumableIterator
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
 
@@ -17,7 +17,7 @@ class CheckpointSaver:
     def __init__(
         self,
         state: TrainingState,
-        iterator: TrainingIterator,
+        iterator: ResumableIterator,
         store: CheckpointStore,
         writer: BackgroundWriter,
         coordination: WorkerCoordination,

@@ -6,7 +6,7 @@ import time
 
 from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, OtherFormatError
 from tfdist.data_position.position import Position
-from tfdist.data_position.training_iterator import TrainingIterator
+from tfdist.data_position.resumable_iterator import ResumableIterator
 
 _TIMEOUT_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
@@ -62,7 +62,7 @@ def open_chosen_checkpoint(store: CheckpointStore, sequence: int, rank: int) -> 
 
 
 def resume_data(
-    iterator: TrainingIterator, checkpoint: Checkpoint, rank: int, num_workers: int, *, replay: bool
+    iterator: ResumableIterator, checkpoint: Checkpoint, rank: int, num_workers: int, *, replay: bool
 ) -> None:
     """Moves the training data to the position of the checkpoint.
 

@@ -1,11 +1,12 @@
 """Whether collectives still run in this process: after one has failed, TensorFlow rejects all others."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.tensorflow_symbols import all_reduce, context
+from tfdist.tensorflow_internals.tensorflow_symbols import context
 
 # Below the group keys of tfdist's strategies, above those of TensorFlow's. Keys are unique in the cluster.
 _FIRST_GROUP_KEY = 1 << 15
@@ -68,10 +69,26 @@ def check_collectives(*, joins: bool = False) -> None:
         )
 
 
+def sum_of_group(
+    tensor: tf.Tensor, size: int, group_key: int, instance_key: int, *, hint: str, ordering_tokens: Sequence[Any] = ()
+) -> tf.Tensor:
+    """Sums a tensor over a group by a collective of TensorFlow."""
+    return tf.raw_ops.CollectiveReduceV2(
+        input=tensor,
+        group_size=size,
+        group_key=group_key,
+        instance_key=instance_key,
+        ordering_token=list(ordering_tokens),
+        merge_op="Add",
+        final_op="Id",
+        communication_hint=hint.lower(),
+    )
+
+
 def _cause_of_abort() -> str | None:
     try:
         with tf.init_scope(), tf.device("CPU:0"):
-            all_reduce(tf.zeros([]), 1, _group_key_of_process(), _INSTANCE_KEY, communication_hint="ring")
+            sum_of_group(tf.zeros([]), 1, _group_key_of_process(), _INSTANCE_KEY, hint="ring")
     except tf.errors.OpError as error:
         return _first_line(error)
     return None

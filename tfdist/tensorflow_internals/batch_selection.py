@@ -42,13 +42,9 @@ class SelectableDataset(tf.data.Dataset):
     def __init__(
         self, build: Callable[[Selection], tf.data.Dataset], selection: Selection, batch_size: int, starts: bool = True
     ) -> None:
-        """Creates a dataset.
+        """Creates a dataset; `build` returns the dataset of a selection.
 
-        Args:
-            build: Returns the dataset of a selection.
-            selection: The part that this dataset reads.
-            batch_size: The number of rows of a global batch.
-            starts: Whether a dataset that begins with a later batch yields the same batches as one that skips.
+        It `starts` anywhere if a dataset that begins with a later batch yields the same batches as one that skips.
         """
         self._build, self._starts = build, starts
         self.selection, self.batch_size = selection, batch_size
@@ -64,11 +60,7 @@ class SelectableDataset(tf.data.Dataset):
         return [self._built]
 
     def select(self, **changes: Any) -> "SelectableDataset":
-        """Returns this dataset for another selection; it shares the order of epochs with this one.
-
-        Args:
-            **changes: The fields of `Selection` that change.
-        """
+        """Returns this dataset with other fields of its `Selection`; it shares the order of epochs with this one."""
         return SelectableDataset(self._build, replace(self.selection, **changes), self.batch_size, self._starts)
 
     def skipped(self, batches: int) -> "SelectableDataset | None":

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.utils.atomic_files import is_local
 
 _TrackableSaver = private(
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver", "writes the files of `tf.train.Checkpoint`"
@@ -26,15 +27,12 @@ def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str
     """Makes TensorFlow write eager checkpoints and SavedModels to a path beside the given one, and then replace it.
 
     Call this once in a process that is one of several workers.
-
-    Args:
-        replacing: `tfdist.utils.atomic_files.replacing_all`.
     """
     stock_save, stock_export = _TrackableSaver.save, _saved_model.save_and_return_nodes
 
     @replace(_TrackableSaver, "save")
     def save(self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_local(file_prefix) or not tf.executing_eagerly():
+        if not is_local(file_prefix) or not tf.executing_eagerly():
             return stock_save(self, file_prefix, *args, **kwargs)
         folder = os.path.dirname(os.fspath(file_prefix))
         os.makedirs(folder or ".", exist_ok=True)
@@ -44,7 +42,7 @@ def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str
 
     @replace(_saved_model, "save_and_return_nodes")
     def save_and_return_nodes(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_local(export_dir):
+        if not is_local(export_dir):
             return stock_export(obj, export_dir, *args, **kwargs)
         if variables := getattr(obj, "_all_variables", None):
             obj._all_variables = sorted(variables, key=_creation)
@@ -62,7 +60,3 @@ def _creation(variable: Any) -> int:
     """
     number = str(variable._unique_id).rpartition("_")[2]
     return int(number) if number.isdecimal() else 0
-
-
-def _is_local(path: Any) -> bool:
-    return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)

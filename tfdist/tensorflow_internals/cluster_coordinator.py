@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.tensorflow_symbols import dispatch_context, get_default_graph
+from tfdist.tensorflow_internals.tensorflow_symbols import dispatch_context
 
 _coordinators: "weakref.WeakSet[Coordinator]" = weakref.WeakSet()
 
@@ -74,7 +74,7 @@ def worker_index() -> tf.Tensor:
         context = dispatch_context()
         return tf.constant(-1 if context is None else context.worker_index, tf.int32)
 
-    return get_default_graph().capture_call_time_value(index, tf.TensorSpec([], tf.int32))
+    return tf.compat.v1.get_default_graph().capture_call_time_value(index, tf.TensorSpec([], tf.int32))
 
 
 def is_done(remote_value: Any) -> bool:
@@ -142,13 +142,9 @@ class _PreferringQueue(_Queue):  # type: ignore[misc, valid-type]
 
 @contextlib.contextmanager
 def preferring(coordinator: Any, worker: int | None) -> Iterator[None]:
-    """Within this context the functions that are scheduled are for one worker.
+    """Within this context the functions that are scheduled are for one worker; `None`: for the first one that is free.
 
     It is a preference: another worker takes a function that has waited for 50 ms.
-
-    Args:
-        coordinator: TensorFlow's `ClusterCoordinator`.
-        worker: The number of the worker; `None` for the first one that is free.
     """
     if worker is None:
         yield

@@ -1,26 +1,21 @@
 """Launches TensorFlow's collectives on a replica, with instance keys that the graph draws."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.aborted_collectives import sum_of_group
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
 from tfdist.tensorflow_internals.replica_order import reject_loop_in_replica
 from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words, to_words
-from tfdist.tensorflow_internals.tensorflow_symbols import (
-    CollectiveAllReduce,
-    Mirrored,
-    ResourceVariable,
-    all_reduce,
-    all_to_all,
-    regroup,
-)
+from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveAllReduce, Mirrored, ResourceVariable, regroup
 from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, GroupLauncher, WorkersLauncher
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
 _GROUP_IN_BACKGROUND = 1 << 11  # above those of the levels, of which each worker has one
@@ -30,17 +25,12 @@ _KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 _shapes_are_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_shapes_are_fixed", default=False)
 
 
-@contextmanager
-def with_fixed_shapes() -> Iterator[None]:
+def with_fixed_shapes() -> AbstractContextManager[None]:
     """Within this context replicas trace collectives whose shapes do not depend on their data, so keys are reused.
 
     TensorFlow keeps a record of each key until the process ends, and workers agree on it in one more round trip.
     """
-    token = _shapes_are_fixed.set(True)
-    try:
-        yield
-    finally:
-        _shapes_are_fixed.reset(token)
+    return setting(_shapes_are_fixed, True)
 
 
 class ReplicaLauncher(GroupLauncher):
@@ -55,7 +45,7 @@ class ReplicaLauncher(GroupLauncher):
         self._is_gpu = self.reduces_and_scatters = tf.DeviceSpec.from_string(device).device_type == "GPU"
         with tf.init_scope(), tf.device(device):
             self._token = ResourceVariable(0.0, trainable=False, name="ordering_token")
-        self._instance_keys = InstanceKeys(self.host, self._token)
+        self.instance_keys = InstanceKeys(self.host, self._token)
         self._launching: str | None = None
 
     def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
@@ -96,14 +86,14 @@ class ReplicaLauncher(GroupLauncher):
         instance_key = self._next_instance_key()
         options = self._options.merge(options)
         with tf.device(self._device):
-            return all_to_all(
-                tensor,
-                self._group_size,
-                self._group_key,
-                instance_key,
-                communication_hint=options.implementation.value,
-                timeout=options.timeout_seconds,
-                ordering_token=self._get_ordering_token(),
+            return tf.raw_ops.CollectiveAllToAllV2(
+                input=tensor,
+                group_size=self._group_size,
+                group_key=self._group_key,
+                instance_key=instance_key,
+                ordering_token=[self._get_ordering_token()],
+                communication_hint=options.implementation.value.lower(),
+                timeout_seconds=options.timeout_seconds,
             )
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
@@ -118,19 +108,14 @@ class ReplicaLauncher(GroupLauncher):
         group permanently, and abort all collectives of the process when it is used again.
         """
         with tf.device(self._device):
-            all_reduce(
+            sum_of_group(
                 tf.zeros([]),
                 self._group_size,
                 self._group_key,
                 _KEY_OF_JOINING,
-                communication_hint=self._options.implementation.value,
-                ordering_token=self._token.handle,
+                hint=self._options.implementation.value,
+                ordering_tokens=[self._token.handle],
             )
-
-    @property
-    def instance_keys(self) -> InstanceKeys:
-        """The keys of this replica's collectives."""
-        return self._instance_keys
 
     def _next_instance_key(self) -> Any:
         signature, self._launching = self._launching, None
@@ -140,7 +125,7 @@ class ReplicaLauncher(GroupLauncher):
         reject_loop_in_replica()
         if tf.executing_eagerly():
             return super()._next_instance_key()
-        return self._instance_keys.next(signature)
+        return self.instance_keys.next(signature)
 
     def _get_ordering_token(self) -> Any:
         return self._token.handle
@@ -164,16 +149,12 @@ class AllReduce(CollectiveAllReduce):
         replicas_of_workers: Sequence[int] | None = None,
         boundary: Any = None,
     ) -> None:
-        """Replaces `stock`, and uses its group key.
+        """Replaces `stock`, the operations that TensorFlow created for a strategy, and uses its group key.
 
-        Args:
-            stock: The operations that TensorFlow created for a strategy.
-            reduction: Called once per local replica with the launchers `(over all replicas, between workers, within
-                this worker, number of the replica)`. Its result is called as `(tensors, mean, options) -> tensors`
-                whenever that replica reduces a flat list.
-            rank: The rank of this worker.
-            replicas_of_workers: The number of replicas of each worker that take part. By default those of one process.
-            boundary: To the exchange with other workers; see `WorkersLauncher`.
+        `reduction` is called once per local replica with the launchers `(over all replicas, between workers, within
+        this worker, number of the replica)`. Its result is called as `(tensors, mean, options) -> tensors` whenever
+        that replica reduces a flat list. By default the replicas of this process take part. For `boundary` see
+        `WorkersLauncher`.
         """
         super().__init__(
             stock._devices, stock._group_size, stock._options, stock._collective_keys, stock._canonicalize_devices
@@ -190,7 +171,7 @@ class AllReduce(CollectiveAllReduce):
         if len(counts) == 1:
             self._local = local or [self._launcher(group_key, num_devices, device) for device in self._devices]
             self._launchers = self._local
-            self._reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
+            self.reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
             return
         self._local = local
         if boundary is None:
@@ -199,7 +180,7 @@ class AllReduce(CollectiveAllReduce):
         between = self._workers_launcher()
         if max(counts) == 1:
             self._launchers = [between]
-            self._reductions = [reduction(between, between, None, rank)]
+            self.reductions = [reduction(between, between, None, rank)]
             return
         arguments = (boundary, self._collective_keys)
         self._launchers = [
@@ -208,7 +189,7 @@ class AllReduce(CollectiveAllReduce):
             )
             for index, device in enumerate(self._devices)
         ]
-        self._reductions = [
+        self.reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
         ]
@@ -222,7 +203,7 @@ class AllReduce(CollectiveAllReduce):
             between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
             local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
             local = self._local = [self._launcher(local_key, num_devices, device) for device in self._devices]
-        self._reductions = [
+        self.reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
         ]
@@ -247,21 +228,15 @@ class AllReduce(CollectiveAllReduce):
         """Makes the replicas of this process draw equal keys after a step that has failed; see `InstanceKeys`."""
         InstanceKeys.equalize([launcher.instance_keys for launcher in self._local])
 
-    @contextmanager
-    def within_worker(self) -> Iterator[None]:
+    def within_worker(self) -> AbstractContextManager[None]:
         """Within this context, in which replicas are traced, they reduce over the replicas of their worker."""
-        before, self._is_within_worker = self._is_within_worker, True
-        try:
-            yield
-        finally:
-            self._is_within_worker = before
+        return setting_attributes(self, _is_within_worker=True)
 
     def prepare_within_worker(self, reduction: Callable[[ReplicaLauncher, int], Any]) -> None:
         """Prepares `within_worker`.
 
-        Args:
-            reduction: Called once per local replica, if there are several, with the launcher of their group and the
-                number of the replica in it. Its result is called as those of `AllReduce`.
+        `reduction` is called once per local replica, if there are several, with the launcher of their group and the
+        number of the replica in it. Its result is called as those of `AllReduce`.
         """
         local = [reduction(launcher, index) for index, launcher in enumerate(self._local)]
         self._reductions_within = local or [lambda tensors, **_: list(tensors)]
@@ -269,8 +244,7 @@ class AllReduce(CollectiveAllReduce):
     def background_launcher(self, number: int) -> WorkersLauncher | ReplicaLauncher:
         """Returns the launcher of a further group of the workers' first devices, which steps do not use.
 
-        Args:
-            number: Of the group, from 0, another one for each call; the same on all workers.
+        `number`, the same on all workers, is another one for each call, from 0.
         """
         if self._boundary is not None:
             in_background = self._boundary.new_background()
@@ -300,11 +274,6 @@ class AllReduce(CollectiveAllReduce):
         """Those over all replicas, one for each local replica."""
         return self._launchers
 
-    @property
-    def reductions(self) -> list[Any]:
-        """The result of `reduction` for each local replica."""
-        return self._reductions
-
     def _batch_all_gather(self, per_replica_values: Any, axis: Any, options: Any) -> Any:
         if not tf.executing_eagerly():
             return super()._batch_all_gather(per_replica_values, axis, options)
@@ -326,7 +295,7 @@ class AllReduce(CollectiveAllReduce):
         return regroup(self._gathers[kind](*tensors), wrap_class=Mirrored)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
-        reductions = self._reductions_within if self._is_within_worker else self._reductions
+        reductions = self._reductions_within if self._is_within_worker else self.reductions
         with tf.device(self._devices[replica_id]):
             reduced = reductions[replica_id](
                 tf.nest.flatten(value), mean=reduce_op == tf.distribute.ReduceOp.MEAN, options=options

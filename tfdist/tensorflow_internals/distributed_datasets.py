@@ -54,13 +54,7 @@ def distribute_worker_batches(
 ) -> Any:
     """Returns the distributed dataset of `batches`, which one worker's replicas draw in turn.
 
-    Args:
-        dataset: The dataset of global batches.
-        batches: The batches of this worker's replicas, one after another.
-        strategy: The strategy.
-        input_context: A `tf.distribute.InputContext`. TensorFlow shards `batches` over its input pipelines.
-        workers: TensorFlow's `InputWorkers`.
-        options: A `tf.distribute.InputOptions`, or None.
+    TensorFlow shards `batches` over the input pipelines of `input_context`. `dataset` is that of global batches.
     """
     distributed = _Distributed(workers, strategy, batches, input_context=input_context, options=options)
     distributed._original_dataset = dataset
@@ -71,17 +65,7 @@ def distribute_worker_batches(
 def distribute_shown_batches(
     dataset: Any, shown: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, replicas: int, options: Any
 ) -> Any:
-    """Returns the distributed dataset of `dataset`, divided as TensorFlow does, whose batches are drawn from `shown`.
-
-    Args:
-        dataset: The dataset of global batches.
-        shown: A dataset with the same batches.
-        strategy: The strategy.
-        input_context: A `tf.distribute.InputContext`.
-        workers: TensorFlow's `InputWorkers`.
-        replicas: The number of replicas of all workers.
-        options: A `tf.distribute.InputOptions`, or None.
-    """
+    """Returns the distributed dataset of `dataset`, divided as TensorFlow does; its batches are drawn from `shown`."""
     distributed = _Distributed(
         workers,
         strategy,
@@ -99,12 +83,7 @@ def distribute_shown_batches(
 
 
 def distributed_alike(dataset: Any, batches: tf.data.Dataset) -> Any:
-    """Returns other batches, distributed as `dataset` is; `batches` themselves if it is not distributed.
-
-    Args:
-        dataset: A dataset, plain or distributed.
-        batches: Global batches of the same types.
-    """
+    """Returns other batches, distributed as `dataset` is; `batches` themselves if it is not distributed."""
     if isinstance(dataset, tf.data.Dataset):
         return batches
     return _as_traced(dataset._strategy.experimental_distribute_dataset(batches, dataset._options), dataset)

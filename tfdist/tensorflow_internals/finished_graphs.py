@@ -6,13 +6,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.tensorflow_symbols import get_default_graph
+import tensorflow as tf
 
-_gradients = private(
-    "tensorflow.python.framework.ops:gradient_registry",
-    "holds the gradient of each call of a `tf.custom_gradient`, with its graph",
-)
+from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.tensorflow_symbols import gradient_registry
+
 _SymbolicTensor = private("tensorflow.python.framework.ops:SymbolicTensor", "a tensor of a graph")
 _PREFIX = "CustomGradient-"  # of the names under which they are registered
 
@@ -30,15 +28,15 @@ def release_with(owner: Any) -> None:
     if graphs is None:
         graphs = _graphs_of[owner] = weakref.WeakSet()
         weakref.finalize(owner, _release, graphs).atexit = False
-    graphs.add(get_default_graph())
+    graphs.add(tf.compat.v1.get_default_graph())
 
 
 def _release(graphs: "weakref.WeakSet[Any]") -> None:
-    for name, registered in list(_gradients._registry.items()):
+    for name, registered in list(gradient_registry._registry.items()):
         if not name.startswith(_PREFIX):
             continue
         if any(graph in graphs for tensor in _tensors_of(registered["type"]) for graph in _outward(tensor.graph)):
-            _gradients._registry.pop(name, None)
+            gradient_registry._registry.pop(name, None)
 
 
 def _tensors_of(function: Any) -> Iterator[Any]:

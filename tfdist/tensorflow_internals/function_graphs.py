@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.operation_origins import user_line
+from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph
 
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "a graph of a function")
 _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
 )
@@ -32,13 +32,12 @@ def called_graph(graph: Any, name: str) -> Any:
 def captured_handles(ignored: str) -> set[int]:
     """Returns the ids of the tensors that the graphs of functions in this process have captured.
 
-    Args:
-        ignored: The beginning of the names of graphs that do not count, nor the graphs within them.
+    Graphs whose names begin with `ignored` do not count, nor the graphs within them.
     """
     handles: set[int] = set()
-    for graph in [candidate for candidate in gc.get_objects() if isinstance(candidate, _FuncGraph)]:
+    for graph in [candidate for candidate in gc.get_objects() if isinstance(candidate, FuncGraph)]:
         around, names = graph, []
-        while isinstance(around, _FuncGraph):
+        while isinstance(around, FuncGraph):
             names.append(around.name)
             around = around.outer_graph
         if not any(name.startswith(ignored) for name in names):
@@ -47,15 +46,10 @@ def captured_handles(ignored: str) -> set[int]:
 
 
 def call_with(handles: Collection[tf.Tensor], graph: tf.Graph, first: int) -> str | None:
-    """Returns where a function that was traced before is called with one of the `handles` of variables.
+    """Returns where a function that was traced before is called with one of the `handles`; `None`: nowhere.
 
-    Args:
-        handles: Of variables outside of the function that is being traced.
-        graph: Of that function.
-        first: The number of the first operation of the graph to look at.
-
-    Returns:
-        `None`: nowhere.
+    These are of variables outside of the function that is being traced, of whose `graph` the operations from `first` on
+    count.
     """
     wanted = set(map(id, handles))
     inner = {id(inside) for outside, inside in graph.captures if id(outside) in wanted}

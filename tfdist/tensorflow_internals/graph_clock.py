@@ -14,11 +14,9 @@ from tfdist.tensorflow_internals.independent_operations import leave_unordered
 
 
 def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
-    """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar.
+    """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar on `host`.
 
-    Args:
-        ready: Tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
-        host: The CPU device of a worker.
+    `ready` are tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
     """
     with tf.control_dependencies(_values(ready)), tf.device(host):
         seconds = _seconds()

@@ -52,9 +52,8 @@ class InstanceKeys:
     def next(self, signature: str | None) -> tf.Tensor:
         """Returns the key, an int32 scalar, of the next collective that is being traced.
 
-        Args:
-            signature: Its kind, dtype and shape; `None` if another replica, which has traced with other data, may know
-                the shape when this one does not.
+        `signature` is its kind, dtype and shape; `None` if another replica, which has traced with other data, may know
+        the shape when this one does not.
         """
         if signature is None:
             with tf.device(self._host):

@@ -103,11 +103,7 @@ class KeyValues:
     def exchange(self, name: str, value: str, rank: int, num_workers: int) -> list[str]:
         """Returns the values of all workers, by rank, each of which calls this with its own.
 
-        Args:
-            name: The name of the values; each name is used once.
-            value: The value of this worker.
-            rank: The rank of this worker.
-            num_workers: The number of workers.
+        Each `name` is used once.
 
         Raises:
             TimeoutError: A worker does not call this in the time that workers have to start.

@@ -1,13 +1,14 @@
 """Collectives of one member of a group without the others: it computes what a worker of N does, and sends nothing."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce, ReplicaLauncher
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class LoopbackLauncher(ReplicaLauncher):
@@ -59,22 +60,14 @@ def loopback_launcher(extended: Any, members: int) -> LoopbackLauncher:
 
 
 def loop_back(extended: Any, members: int, reduction: Callable[..., Any]) -> None:
-    """Makes a strategy without a cluster trace the steps of worker 0 of `members` workers from now on.
+    """Makes a strategy without a cluster trace, from now on, the steps of worker 0 of `members`, each with one device.
 
-    Args:
-        extended: A `ReplicaMultiWorkerExtended` with one worker.
-        members: The number of workers, each with one device.
-        reduction: See `AllReduce`; the launchers that it gets are `LoopbackLauncher`s.
+    `reduction` gets `LoopbackLauncher`s; see `AllReduce`.
     """
     extended._cross_device_ops = _LoopbackAllReduce(extended._cross_device_ops, reduction, 0, (1,) * members)
     extended._replicas_of_workers = (1,) * members
 
 
-@contextmanager
-def alone(extended: Any) -> Iterator[None]:
+def alone(extended: Any) -> AbstractContextManager[None]:
     """Within this context the strategy has one worker: a batch that it distributes is that of the worker."""
-    members, extended._replicas_of_workers = extended._replicas_of_workers, (1,)
-    try:
-        yield
-    finally:
-        extended._replicas_of_workers = members
+    return setting_attributes(extended, _replicas_of_workers=(1,))

@@ -46,12 +46,9 @@ def patch_merge_calls() -> None:
 
 
 def cond_over_replicas(predicate: tf.Tensor, if_true: Branch, if_false: Branch) -> None:
-    """Calls one of two functions, which may reduce over the replicas. Call this in a replica context.
+    """Calls one of two functions, which may reduce over the replicas, for its effects. Call this in a replica context.
 
-    Args:
-        predicate: A bool scalar, equal on all replicas.
-        if_true: Called on every replica, for its effects, if the predicate is true.
-        if_false: Called likewise if it is false.
+    The predicate is a bool scalar, equal on all replicas.
     """
     if not needs_merge_call():
         tf.cond(predicate, if_true, if_false)

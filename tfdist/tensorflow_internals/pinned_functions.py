@@ -59,13 +59,9 @@ class PinnedCall:
 
 
 def call_on_worker(coordinator: Any, worker: int, function: Any, args: tuple[Any, ...]) -> PinnedCall:
-    """Schedules `function(*args)` on a worker.
+    """Schedules `function(*args)`, a `tf.function` that is traced here, on a worker.
 
-    Args:
-        coordinator: TensorFlow's `ClusterCoordinator`.
-        worker: The number of the worker.
-        function: A `tf.function`, which is traced here.
-        args: Its arguments; of values of all workers it gets its own.
+    Of arguments that are values of all workers the function gets its own.
     """
     cluster = coordinator._cluster
     target = cluster.workers[worker]
@@ -77,17 +73,11 @@ def call_on_worker(coordinator: Any, worker: int, function: Any, args: tuple[Any
 
 
 def create_iterators(coordinator: Any, datasets: Sequence[tuple[Any, Callable[[], int]] | None], strategy: Any) -> Any:
-    """Creates an iterator on each worker, from a separate dataset.
+    """Creates an iterator on each worker, from a separate dataset; returns an argument of scheduled functions.
 
-    Args:
-        coordinator: TensorFlow's `ClusterCoordinator`.
-        datasets: By worker, a concrete function that takes a number of batches and returns the dataset without these,
-            and a function that returns this number whenever the iterator is created, also after a loss of the worker.
-            `None`: the worker has no iterator. The first worker has one.
-        strategy: The strategy.
-
-    Returns:
-        An argument of scheduled functions, each of which gets the iterator of its worker.
+    For each worker there is a concrete function that takes a number of batches and returns the dataset without these,
+    and a function that returns this number whenever the iterator is created, also after a loss of the worker; `None`
+    for a worker without an iterator. The first worker has one. A scheduled function gets the iterator of its worker.
     """
     values: list[Any] = []
     for worker, pair in zip(coordinator._cluster.workers, datasets, strict=True):

@@ -14,6 +14,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     ResourceVariable,
     UpdateContext,
 )
+from tfdist.utils.temporary_values import setting_attributes
 
 _PIECE = 1_000_000  # bytes
 
@@ -66,12 +67,11 @@ class PlacedExtended(OneDeviceExtended):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        before, self.beside = self.beside, colocate_with_variable
-        try:
-            with super().colocate_vars_with(colocate_with_variable):
-                yield
-        finally:
-            self.beside = before
+        with (
+            setting_attributes(self, beside=colocate_with_variable),
+            super().colocate_vars_with(colocate_with_variable),
+        ):
+            yield
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         del colocate_with_variable

@@ -85,10 +85,6 @@ def call_in_order_of_replica(call_replicas: Callable[[Callable[..., Any]], Any],
     next replica does to compute its part of this sum, and the two would wait for each other. Here a replica's
     operations follow each other. They come after what stood in the graph before the replicas, those of a merge call
     come after all that replicas did before it, and what is added to the graph afterwards comes after all of them.
-
-    Args:
-        call_replicas: Calls a function once for each replica of this process, in threads that take turns.
-        function: What each replica calls.
     """
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or getattr(graph, "experimental_acd_manager", None) is None:

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
 from tfdist.tensorflow_internals.tensorflow_symbols import regroup
 
 _INPUT = "tensorflow.python.distribute.input_lib"
@@ -140,10 +141,8 @@ def is_complete(data: Any) -> bool:
 def parts_of_complete(data: Any, part_of: Callable[[Any, int], Any]) -> Any:
     """Returns `data` with the values of the replicas in place of complete batches.
 
-    Args:
-        data: A structure with complete batches.
-        part_of: Takes such a structure for one replica, with tensors in their place, and the index of the local
-            replica. Returns its part.
+    `part_of` takes such a structure, with tensors in their place, and the index of a local replica; it returns its
+    part.
     """
     leaves = tf.nest.flatten(data)
     positions = [position for position, leaf in enumerate(leaves) if is_complete(leaf)]
@@ -225,9 +224,7 @@ def keep_static_sizes(dataset: Any) -> Any:
 def carry_counts(dataset: Any, counted: Any) -> Any:
     """Returns a dataset of which one part of the batches carries its numbers of samples, as `RowsPerReplica`.
 
-    Args:
-        dataset: A dataset whose batches may have any size.
-        counted: The `tf.TypeSpec` of that part, one of the dataset's, for which `can_count` is true.
+    `counted` is the `tf.TypeSpec` of that part, for which `can_count` is true. Batches may have any size.
     """
     return _with_specs(dataset, lambda spec: _counted_spec(spec, None) if spec is counted else spec)
 
@@ -258,24 +255,10 @@ def tensorflow_spec(element_spec: Any) -> Any:
 
 @patch
 def patch_distributed_iterators() -> None:
-    """Makes TensorFlow's distributed iterators draw `RowsPerReplica` values. More calls have no effect."""
+    """Makes TensorFlow's distributed iterators draw `RowsPerReplica` values, and ask for the end only if needed."""
+    stock = _input_lib._calculate_replicas_with_values
     replace(_Iterator, "get_next")(_or_rows(_Iterator.get_next, _get_next))
     replace(_Iterator, "get_next_as_optional")(_or_rows(_Iterator.get_next_as_optional, _get_next_as_optional))
-
-
-_ends_are_known: Callable[[Any], Any] = lambda strategy: None  # noqa: E731
-
-
-@patch
-def patch_agreement_on_end(ends_are_known: Callable[[Any], Any]) -> None:
-    """Lets workers draw batches without asking each other whether the data has ended.
-
-    Args:
-        ends_are_known: Takes a strategy, returns a bool variable: whether the caller makes as many steps on all
-            workers as the one with most data has batches, and needs no totals. `None`: workers always ask.
-    """
-    global _ends_are_known
-    _ends_are_known, stock = ends_are_known, _input_lib._calculate_replicas_with_values
 
     @replace(_input_lib, "_calculate_replicas_with_values")
     def replicas_with_values(strategy: Any, input_workers: Any, optionals: Any) -> tf.Tensor:
@@ -283,7 +266,7 @@ def patch_agreement_on_end(ends_are_known: Callable[[Any], Any]) -> None:
 
 
 def _unless_known(strategy: Any, if_known: Any, ask: Callable[[], tf.Tensor]) -> tf.Tensor:
-    are_known = _ends_are_known(strategy)
+    are_known = hooks_of(strategy).ends_are_known(strategy)
     if are_known is None:
         return ask()
     return tf.cond(are_known, lambda: tf.convert_to_tensor(if_known, tf.int64), ask)
@@ -396,12 +379,9 @@ def _zeros(optional: Any) -> Any:
 def _with_counts(iterator: Any, batch: Any, local: list[Any] | None, everyone: Any) -> Any:
     """Returns a distributed batch with its counts.
 
-    Args:
-        iterator: The iterator that draws it.
-        batch: TensorFlow's values.
-        local: The samples of each local replica; where sizes are static, whether it has data. `None` if numbers are
-            known while tracing, or not at all.
-        everyone: The samples of all replicas of all workers, or the number of replicas that have data.
+    `local` are the samples of each local replica; where sizes are static, whether it has data; `None` if numbers are
+    known while tracing, or not at all. `everyone` are the samples of all replicas of all workers, or the number of
+    replicas that have data.
     """
 
     def rows_of(value: Any, spec: Any) -> Any:

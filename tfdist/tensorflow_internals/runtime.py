@@ -4,7 +4,7 @@ import faulthandler
 import functools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import has_hooks
 from tfdist.tensorflow_internals.tensorflow_symbols import context
+from tfdist.utils.temporary_values import setting_attributes
 
 _random_ops = private(
     "tensorflow.python.ops:stateful_random_ops", "shows whether a global generator exists without creating one"
@@ -125,18 +126,12 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
-@contextmanager
-def global_seed_for_functions(seed: int) -> Iterator[None]:
+def global_seed_for_functions(seed: int) -> AbstractContextManager[None]:
     """Sets the global seed for functions traced in the body, and leaves the program's random state unchanged.
 
     `tf.random.set_seed` would also restart the sequence of the numbers drawn from it.
     """
-    before = context()._seed
-    context()._seed = seed
-    try:
-        yield
-    finally:
-        context()._seed = before
+    return setting_attributes(context(), _seed=seed)
 
 
 def global_generator() -> Any:

@@ -59,12 +59,7 @@ def from_words(words: tf.Tensor, dtype: tf.DType, count: Any, length: Any) -> tf
 
 
 def as_sum(tensor: tf.Tensor, *, by_gpus: bool) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Returns a tensor that can be summed over replicas, and a function from this sum to that of `tensor`.
-
-    Args:
-        tensor: Of any numeric dtype.
-        by_gpus: Whether GPUs compute the sum.
-    """
+    """Returns a tensor that can be summed over replicas, and a function from this sum to that of `tensor`."""
     sent, restored = _as_sum(tensor)
     if by_gpus and sent.dtype not in SUMMED_BY_GPUS:
         return tf.cast(sent, tf.int64), lambda total: restored(tf.cast(total, tf.int32))

@@ -12,6 +12,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     stop_recording,
     variable_accessed,
 )
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class _BalancedExtended(ParameterServerExtended):
@@ -40,13 +41,9 @@ class _BalancedExtended(ParameterServerExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        partitioner = self._variable_partitioner
-        if self.keeps_whole():
-            self._variable_partitioner = None
-        try:
+        partitioner = None if self.keeps_whole() else self._variable_partitioner
+        with setting_attributes(self, _variable_partitioner=partitioner):
             variable = super()._create_variable(next_creator, **kwargs)
-        finally:
-            self._variable_partitioner = partitioner
         if "colocate_with" in kwargs:
             device = tf.DeviceSpec.from_string(variable.device)
             if device.job == "ps":
@@ -69,9 +66,7 @@ class _BalancedExtended(ParameterServerExtended):
 def balance_by_bytes(strategy: Any, keeps_whole: Callable[[], bool]) -> None:
     """Makes `strategy`, a `tf.distribute.ParameterServerStrategy`, place variables by their size.
 
-    Args:
-        strategy: The strategy.
-        keeps_whole: Whether the variable that is being created must not be split by the strategy's partitioner.
+    `keeps_whole` says whether the variable that is being created must not be split by the strategy's partitioner.
     """
     extended = strategy.extended
     extended.keeps_whole = keeps_whole
@@ -89,10 +84,7 @@ def colocated_variable(value: tf.Tensor, beside: Any, shape: Any = None) -> tf.V
 def pull_as(variable: Any, dtype: tf.DType, source: Any = None) -> tf.Tensor:
     """Returns the value of `variable`, sent over the network as `dtype`; its gradient is that of the variable.
 
-    Args:
-        variable: On a server.
-        dtype: To which the server casts the value.
-        source: The variable that holds the value, if it is not `variable`: an earlier version of it.
+    `source` is the variable that holds the value, if it is not `variable`: an earlier version of it.
     """
     source = variable if source is None else source
     variable_accessed(variable)

@@ -7,10 +7,9 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.merge_calls import needs_merge_call
+from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph, may_be_recorded
 from tfdist.tensorflow_internals.xla_functions import is_compiling
 
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
-_may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
 private(
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._call_flat",
     "calls a function with other variables than those for which it was traced",
@@ -58,12 +57,12 @@ def call_shared(
     context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
     replicas = len(strategy.extended.worker_devices) if tf.distribute.has_strategy() else 1
     flat = tf.nest.flatten(tensors, expand_composites=True)
-    if context is None or replicas == 1 or not isinstance(graph, _FuncGraph) or is_compiling():
+    if context is None or replicas == 1 or not isinstance(graph, FuncGraph) or is_compiling():
         return False
-    if _may_be_recorded() or needs_merge_call() or not all(map(tf.is_tensor, flat)):
+    if may_be_recorded() or needs_merge_call() or not all(map(tf.is_tensor, flat)):
         return False
     specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat)
-    while isinstance(graph.outer_graph, _FuncGraph):  # each replica has its own graph of a branch
+    while isinstance(graph.outer_graph, FuncGraph):  # each replica has its own graph of a branch
         graph = graph.outer_graph
     full_key = key, tuple(map(id, variables)), specs
     functions: dict[Hashable, _Traced | None] = getattr(graph, _FUNCTIONS, {})

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph, may_be_recorded
+from tfdist.utils.temporary_values import setting
 
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
 private(
     "tensorflow.python.framework.func_graph:FuncGraph._create_op_internal",
     "creates an operation, or returns an equal one",
@@ -19,7 +20,6 @@ private(
 private("tensorflow.python.framework.ops:Graph._device_functions_outer_to_inner", "the device of the next operation")
 private("tensorflow.python.framework.ops:Graph._current_control_dependencies", "what the next operation waits for")
 private("tensorflow.python.framework.ops:Graph.colocate_with", "makes `_colocation_stack`, the next operation's place")
-_may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
 
 _READ = "ReadVariableOp"
 # Their results depend on their inputs alone.
@@ -46,18 +46,17 @@ def shared_operations() -> Iterator[None]:
     gradient tape records, which does. Constants do not wait for the operations of `tf.control_dependencies`.
     """
     graph, outer = tf.compat.v1.get_default_graph(), _current.get()
-    if not isinstance(graph, _FuncGraph) or (outer is not None and outer.graph is graph):
+    if not isinstance(graph, FuncGraph) or (outer is not None and outer.graph is graph):
         yield
         return
     patch_graphs()
     shared = _Shared(graph)
-    token = _current.set(shared)
     _active.append(shared)
     try:
-        yield
+        with setting(_current, shared):
+            yield
     finally:
         _active.remove(shared)
-        _current.reset(token)
 
 
 @contextmanager
@@ -67,12 +66,8 @@ def step_after(tensors: Sequence[tf.Tensor]) -> Iterator[None]:
     Thousands of constants with control inputs make each pass of TensorFlow over the graph slower.
     """
     patch_graphs()
-    token = _free.set(tf.compat.v1.get_default_graph())
-    try:
-        with tf.control_dependencies(tensors):
-            yield
-    finally:
-        _free.reset(token)
+    with setting(_free, tf.compat.v1.get_default_graph()), tf.control_dependencies(tensors):
+        yield
 
 
 class _Shared:
@@ -99,7 +94,7 @@ class _Shared:
 
     def _key(self, kind: str, inputs: Sequence[Any], name: str, attrs: Any) -> Any:
         """What equal operations have in common; `None` if one is not shared."""
-        if kind not in _SHARED or attrs is None or _may_be_recorded():
+        if kind not in _SHARED or attrs is None or may_be_recorded():
             return None
         if kind == "Const" and attrs["value"].tensor.ByteSize() > _LARGEST_CONSTANT_BYTES:
             return None
@@ -129,9 +124,9 @@ def patch_graphs() -> None:
 
     After a merge call another thread may change variables of a replica, so writes count in all contexts.
     """
-    create = _FuncGraph._create_op_internal
+    create = FuncGraph._create_op_internal
 
-    @replace(_FuncGraph, "_create_op_internal")
+    @replace(FuncGraph, "_create_op_internal")
     def create_or_share(self: Any, op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
         new = functools.partial(create, self, op_type, inputs, *args, **kwargs)
         if op_type == "Const" and _free.get() is self:

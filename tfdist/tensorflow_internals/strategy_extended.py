@@ -2,8 +2,8 @@
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -16,10 +16,10 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduceExtended,
     Mirrored,
     MirroredExtended,
-    get_default_graph,
     regroup,
     simple_broadcast,
 )
+from tfdist.utils.temporary_values import setting
 
 ReductionFactory = Callable[..., Any]
 
@@ -30,14 +30,9 @@ _NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
 _without_merge_calls: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_without_merge", default=False)
 
 
-@contextmanager
-def without_merge_calls() -> Iterator[None]:
+def without_merge_calls() -> AbstractContextManager[None]:
     """Within this context an eager replica updates its own copies of variables; the others do something else."""
-    token = _without_merge_calls.set(True)
-    try:
-        yield
-    finally:
-        _without_merge_calls.reset(token)
+    return setting(_without_merge_calls, True)
 
 
 def _merge_call_is_needed(extended: Any) -> bool:
@@ -50,7 +45,7 @@ def _merge_call_is_needed(extended: Any) -> bool:
     """
     if _without_merge_calls.get():
         return False
-    in_function = get_default_graph().building_function
+    in_function = tf.compat.v1.get_default_graph().building_function
     # A function called by a replica that runs eagerly: the other replicas run after it, so its collectives would wait
     # indefinitely; a merge call raises an error there.
     replica_is_eager = getattr(threading.current_thread(), "in_eager", False)
@@ -95,9 +90,6 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` that reduces in the replica context and uses all logical devices of a worker.
 
     Args:
-        strategy: The strategy.
-        cluster_resolver: The resolver of the cluster.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
         reduction: Creates what reduces over the replicas.
         devices_of_workers: Takes the type and number of this worker's devices, its rank, the number of workers, a name,
             and whether workers `use_nccl`; returns the numbers of devices of all workers.
@@ -300,12 +292,8 @@ def is_equal_on_all_replicas(value: Any) -> bool:
 def reduce_by_worker(reduce_op: Any, value: Any, destinations: Any, workers: Any, options: Any) -> Any:
     """Returns the sum or mean of the values of all workers, on `destinations`.
 
-    Args:
-        reduce_op: A `tf.distribute.ReduceOp`.
-        value: The values of this worker's replicas, or one value of the worker, which then counts once.
-        destinations: A device, or a value whose devices get the result.
-        workers: The `AllReduce` of one group of all workers, on their hosts.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
+    The value is that of this worker's replicas, or one of the worker, which then counts once. `workers` is the
+    `AllReduce` of one group of all workers, on their hosts.
     """
     total = _sum_over_workers(value, workers, options)
     if reduce_op == tf.distribute.ReduceOp.MEAN:

@@ -8,7 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private, private_attributes
-from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveAllReduce, CollectiveReplicaLauncher, context
+from tfdist.tensorflow_internals.tensorflow_symbols import (
+    CollectiveAllReduce,
+    CollectiveReplicaLauncher,
+    FuncGraph,
+    context,
+    gradient_registry,
+)
 
 _DISTRIBUTE = "tensorflow.python.distribute"
 _INPUT = f"{_DISTRIBUTE}.input_lib"
@@ -34,11 +40,6 @@ _RemoteValue = private(f"{_COORDINATOR}.values:RemoteValueImpl", "the result of 
 _Queue = private(
     f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
     "gives scheduled functions to the threads of workers",
-)
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "a graph of a function")
-_gradients = private(
-    "tensorflow.python.framework.ops:gradient_registry",
-    "holds the gradient of each call of a `tf.custom_gradient`, with its graph",
 )
 _PerReplica = private(f"{_DISTRIBUTE}.values:PerReplica", "holds the parts of a batch")
 
@@ -85,12 +86,12 @@ private_attributes(
 private_attributes(
     "tensorflow.python.framework.func_graph:FuncGraph()",
     {"_colocation_stack": "the place of the next operation"},
-    lambda: _FuncGraph("attributes"),
+    lambda: FuncGraph("attributes"),
 )
 private_attributes(
     "tensorflow.python.framework.ops:gradient_registry()",
     {"_registry": "releases the gradients of graphs that are finished"},
-    lambda: _gradients,
+    lambda: gradient_registry,
 )
 private_attributes(
     "tensorflow.python.eager.context:context()",
@@ -148,13 +149,11 @@ private_attributes(
     f"{_INPUT}:DistributedDatasetsFromFunction()",
     {
         "_datasets": "the datasets of workers",
-        "_cardinality": "as for DistributedDataset",
-        "_element_spec": "as for DistributedDataset",
-        "_enable_get_next_as_optional": "as for DistributedDataset",
-        "_input_workers": "as for DistributedDataset",
-        "_options": "as for DistributedDataset",
-        "_replica_order": "as for DistributedDataset",
-        "_strategy": "as for DistributedDataset",
+        **dict.fromkeys(
+            "_cardinality _element_spec _enable_get_next_as_optional _input_workers _options _replica_order "
+            "_strategy".split(),
+            "as for DistributedDataset",
+        ),
     },
     _from_function,
 )
@@ -170,9 +169,7 @@ private_attributes(
     lambda: iter(_distributed()),
 )
 private_attributes(
-    f"{_DISTRIBUTE}.values:PerReplica()",
-    {"_values": "the parts of a batch"},
-    lambda: _PerReplica([tf.zeros([])]),
+    f"{_DISTRIBUTE}.values:PerReplica()", {"_values": "the parts of a batch"}, lambda: _PerReplica([tf.zeros([])])
 )
 private_attributes(
     f"{_DISTRIBUTE}.values:PerReplicaSpec()",
@@ -187,18 +184,16 @@ private_attributes(
 private_attributes(
     f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended()",
     {
-        "_cluster_spec": "is set for a strategy whose workers TensorFlow does not connect",
+        **dict.fromkeys(
+            "_cluster_spec _id_in_cluster _is_chief _num_workers _task_id _task_type".split(),
+            "is set for a strategy whose workers TensorFlow does not connect",
+        ),
         "_collective_key_base": "differs between strategies of a process",
         "_communication_options": "whether NCCL was asked for",
         "_cross_device_ops": "is replaced by operations that reduce in replicas",
         "_host_cross_device_ops": "as for `_cross_device_ops`",
-        "_id_in_cluster": "as for `_cluster_spec`",
-        "_is_chief": "as for `_cluster_spec`",
         "_local_device_type": "is compared between workers",
         "_num_devices_per_worker": "is exchanged between workers, as they may differ",
-        "_num_workers": "as for `_cluster_spec`",
-        "_task_id": "as for `_cluster_spec`",
-        "_task_type": "as for `_cluster_spec`",
     },
     lambda: tf.distribute.MultiWorkerMirroredStrategy().extended,
 )

@@ -25,17 +25,16 @@ CollectiveAllReduceExtended = private(
 )
 Mirrored = private(f"{_DISTRIBUTE}.values:Mirrored", "marks a value as equal on all replicas")
 ResourceVariable = private(
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
-    "a plain variable, regardless of the strategy scope",
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable", "a plain variable, regardless of the strategy scope"
 )
 context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
-all_to_all = private(
-    "tensorflow.python.ops.collective_ops:all_to_all_v2", "the collective that TensorFlow's strategies do not expose"
+
+FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
+gradient_registry = private(
+    "tensorflow.python.framework.ops:gradient_registry",
+    "holds the gradient of each call of a `tf.custom_gradient`, with its graph",
 )
-all_reduce = private(
-    "tensorflow.python.ops.collective_ops:all_reduce_v2", "joins a group, and shows whether collectives are aborted"
-)
-get_default_graph = private("tensorflow.python.framework.ops:get_default_graph", "whether a function is being traced")
+may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
 
 ParameterServerExtended = private(
     f"{_DISTRIBUTE}.parameter_server_strategy_v2:ParameterServerStrategyV2Extended",

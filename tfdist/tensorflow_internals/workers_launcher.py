@@ -43,8 +43,6 @@ class WorkersLauncher(GroupLauncher):
 
     Args:
         boundary: To the exchange with the other workers: `all_reduce`, `all_gather` and `all_to_all` of tensors.
-        device: Of this worker.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
         in_background: The number of a group that exchanges beside the steps, or `None`.
     """
 
@@ -77,11 +75,7 @@ class WorkersLauncher(GroupLauncher):
 
     def _options_of(self, options: Any = None, shape_is_fixed: bool = True) -> dict[str, Any]:
         limit_seconds = self._options.merge(options).timeout_seconds
-        return {
-            "in_background": self._in_background,
-            "shape_is_fixed": shape_is_fixed,
-            "limit_seconds": limit_seconds,
-        }
+        return {"in_background": self._in_background, "shape_is_fixed": shape_is_fixed, "limit_seconds": limit_seconds}
 
     # What TensorFlow's cross-device operations call.
 
@@ -102,10 +96,8 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
     """Sums and gathers over all devices of all workers: within each worker, between first devices, within again.
 
     Args:
-        boundary: See `WorkersLauncher`.
         local: The launcher of this device in the group of its worker; `None` if the worker has no other device.
         counts: The number of devices of each worker, by rank.
-        rank: Of this worker.
         index: Of this device in its worker.
     """
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.utils.temporary_values import setting
 
 _random = private(
     "tensorflow.python.ops:random_ops_util",
@@ -86,11 +87,8 @@ def call_compiled(
         return None
 
     def traced(*arguments: tf.Tensor) -> list[tf.Tensor]:
-        token = _is_compiling.set(True)
-        try:
+        with setting(_is_compiling, True):
             return list(function(*arguments))
-        finally:
-            _is_compiling.reset(token)
 
     specs = [*(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors), *(spec for spec, _ in values)]
     try:
@@ -158,11 +156,7 @@ def cpu_instructions() -> int:
 
 
 def cpu_instructions_of(host: str) -> int:
-    """Returns the number of `cpu_instructions` of another task.
-
-    Args:
-        host: Its CPU device.
-    """
+    """Returns the number of `cpu_instructions` of another task, by its CPU device."""
 
     @tf.function(autograph=False)
     def flags() -> tf.Tensor:

@@ -79,12 +79,6 @@ def own_rows(data: Any, strategy: Any) -> Any:
 def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank: int) -> tf.data.Dataset:
     """Returns a dataset of global batches, each once for every device of this worker.
 
-    Args:
-        dataset: What the user distributes.
-        devices: The number of devices of this worker.
-        workers: The number of workers.
-        rank: The rank of this worker.
-
     Raises:
         ValueError: The workers read different rows, which cannot be divided again; or the dataset has no batches.
     """

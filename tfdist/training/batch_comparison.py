@@ -122,12 +122,7 @@ def compare(prints: Sequence[Fingerprints]) -> Difference | None:
 
 
 def describe(difference: Difference, where: Mapping[str, Any]) -> str:
-    """Returns what was received, for a message.
-
-    Args:
-        difference: How the batches differ.
-        where: `batch` and `pass`, from 0.
-    """
+    """Returns what was received, for a message; `where` is the `batch` and the `pass`, from 0."""
     shown = ", ".join(map(str, difference.workers[:_SHOWN_WORKERS]))
     more = "" if len(difference.workers) <= _SHOWN_WORKERS else f" and {len(difference.workers) - _SHOWN_WORKERS} more"
     workers = f"worker {shown}" if len(difference.workers) == 1 else f"workers {shown}{more}"
@@ -226,8 +221,7 @@ class BatchComparison:
     def end(self, *, only_new: bool) -> None:
         """Waits until the batches drawn so far have been compared. All workers call this at the same place.
 
-        Args:
-            only_new: Whether to wait only if a dataset was distributed since the last call.
+        With `only_new` it does so only if a dataset was distributed since the last call.
 
         Raises:
             DifferentBatchesError: The workers have drawn different batches.

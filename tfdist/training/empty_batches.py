@@ -16,12 +16,9 @@ from tfdist.training.sample_shares import count_samples
 
 
 def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
-    """Returns `data`, or a row of `fillers` if there are no samples.
+    """Returns `data`, or a row of `fillers` (see `first_rows`) if there are no `samples`, an int or an int32 scalar.
 
-    Args:
-        data: A structure of tensors. Ragged and sparse tensors are returned unchanged.
-        samples: The number of samples, an int or an int32 scalar.
-        fillers: The structure of `data`, with a row or none; see `first_rows`.
+    Ragged and sparse tensors are returned unchanged.
     """
     leaves, rows = tf.nest.flatten(data), tf.nest.flatten(fillers)
     dense = [position for position, leaf in enumerate(leaves) if tf.is_tensor(leaf) and _has_samples(leaf)]
@@ -40,9 +37,7 @@ def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
 def first_rows(parts: Sequence[Any], *, or_zeros: bool) -> Any:
     """Returns the first row of several parts of a batch that has samples.
 
-    Args:
-        parts: Structures of tensors, of the replicas of this process.
-        or_zeros: Whether the result is a row of zeros if no part has samples; otherwise it has no rows.
+    If none has, the result is a row of zeros (`or_zeros`), or has no rows.
     """
 
     def first_row(*leaves: Any) -> Any:
@@ -96,12 +91,9 @@ def predict_on_replicas(
 ) -> Any:
     """Wraps Keras' prediction of a batch so that a replica without samples returns no rows.
 
-    Args:
-        step_function: Predicts a replica's data.
-        parts: The data of each local replica. The replicas are traced, or run eagerly, one after another in this order.
-        input_of: Returns the input, in a replica's data, whose first dimension is the number of samples.
-        or_zeros: As for `first_rows`.
-        filled_samples: The replicas' numbers of samples if those without samples have rows already; otherwise `None`.
+    The replicas are traced, or run eagerly, one after another in the order of `parts`, their data. `input_of` returns
+    the input, in a replica's data, whose first dimension is the number of samples. `filled_samples` are the replicas'
+    numbers of samples if those without samples have rows already. For `or_zeros` see `first_rows`.
     """
     waiting = zip(parts, filled_samples or [None] * len(parts), strict=True)
 

@@ -8,27 +8,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.model_state import (
-    SEED,
-    WEIGHT,
-    OptimizerState,
-    components,
-    model_variables,
-    optimizers_of,
-)
+from tfdist.keras_internals.model_state import SEED, WEIGHT, OptimizerState, components, model_variables, optimizers_of
 from tfdist.tensorflow_internals.aborted_collectives import record_failed_step
 
 
 def recover_from(error: BaseException, models: Iterable[Any], strategy: Any) -> None:
     """Prepares the next `fit`, `evaluate` or `predict` after an exception has ended one.
 
-    A step that fails on one replica cancels the others wherever they are. Some have then counted the step, or drawn
-    its random numbers, and others have not.
-
-    Args:
-        error: The exception.
-        models: The models that the strategy has trained or evaluated.
-        strategy: A strategy of tfdist with replicas.
+    A step that fails on one replica cancels the others wherever they are. Some have then counted the step, or drawn its
+    random numbers, and others have not.
     """
     if strategy.num_workers == 1:
         for model in models:

@@ -46,12 +46,8 @@ def synchronize_results(
     Moving statistics of batch normalization become such a mean, too: they are linear in the batches, so this equals the
     statistics over all batches. They are then equal on all replicas and in the chief's checkpoints.
 
-    Args:
-        model: A Keras model that has run a step in this replica context.
-        step: The step.
-        parts: The results of the replica's micro-batches in their order, or the only result.
-        training: Whether it was a training step, which updates batch statistics.
-        report: A float32 tensor to add up over the replicas, too, or None.
+    `parts` are the results of the replica's micro-batches in their order, or the only one. A training step updates
+    batch statistics. A `report`, a float32 tensor, is added up over the replicas, too.
 
     Returns:
         The logs over all replicas, in the structure of the step's logs, and the sum of the reports.

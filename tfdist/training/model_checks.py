@@ -4,11 +4,7 @@ import functools
 import logging
 from typing import Any
 
-from tfdist.keras_internals.model_introspection import (
-    computes_over_all_replicas,
-    first_variable_outside,
-    is_made_under,
-)
+from tfdist.keras_internals.model_introspection import computes_over_all_replicas, first_variable_outside, is_made_under
 from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
 
 _log = logging.getLogger("tfdist")
@@ -16,11 +12,6 @@ _log = logging.getLogger("tfdist")
 
 def check_model(model: Any, strategy: Any, *, training: bool) -> None:
     """Raises an error if a step of `model` cannot run under `strategy`; warns if its replicas may diverge.
-
-    Args:
-        model: A compiled Keras model.
-        strategy: The strategy that runs the step.
-        training: Whether the step is a training step.
 
     Raises:
         ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.

@@ -25,11 +25,8 @@ def apply_once_for_micro_batches(
 ) -> None:
     """Calls `apply` with `gradients`, or once for all micro-batches of this replica with the sums of theirs.
 
-    Args:
-        apply: Runs an optimizer's update.
-        gradients: The gradients of the replica's loss, or of this micro-batch's part of it.
-        are_values: Whether each gradient is instead a new value of its variable (a float8 scale). The largest value of
-            all micro-batches is used.
+    Where `are_values`, a gradient is instead a new value of its variable (a float8 scale), of which the largest is
+    used.
     """
     micro_batch = current_micro_batch()
     if micro_batch is None:
@@ -60,12 +57,6 @@ def update_over_replicas(
     gradients are summed on the replica, reduced once, then checked, unscaled, clipped and applied. If a gradient
     overflows on one replica, all replicas see it in the sum, and all of them skip the update and lower the loss scale.
     No replica waits for another in a branch.
-
-    Args:
-        optimizer: The optimizer, with the variables that have a gradient.
-        gradients: One for each variable, dense or `tf.IndexedSlices`, of the replica's part of the loss.
-        context: Marks the reduction as one of gradients.
-        may_compile: Whether XLA may compile updates.
     """
     if (timing := current_timing()) is not None:
         timing.gradients_ready(gradients)

@@ -37,17 +37,7 @@ from tfdist.training.sample_shares import (
 
 
 def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any, strategy: Any) -> Callable[..., Any]:
-    """Wraps `step_function`, a bound step of `model`, for `strategy.run(..., args=(data,))`.
-
-    Args:
-        model: A Keras model.
-        step_function: Its `train_step` or `test_step`.
-        data: The batch, of which each replica computes a part.
-        strategy: The strategy that will run the result.
-
-    Returns:
-        A function of a replica's data.
-    """
+    """Wraps `step_function`, a bound `train_step` or `test_step` of `model`, for `strategy.run(..., args=(data,))`."""
     is_compiled_by_user, step_function = is_compiled(step_function), inlined(step_function)
     training = step_function.__name__ == "train_step"
     is_within_worker = training and strategy.local_updates is not None
@@ -113,12 +103,7 @@ def _run_whole_batch(
 
 
 def _run_micro_batches(
-    model: Any,
-    step_function: Callable[[Any], Any],
-    data: Any,
-    step: ReplicaStep,
-    strategy: Any,
-    local: Sequence[Any],
+    model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, strategy: Any, local: Sequence[Any]
 ) -> list[PartialResult]:
     """Runs the step on parts of a replica's data, one after another, as that number of replicas would."""
     count = strategy.micro_batches

@@ -1,8 +1,8 @@
 """The number of samples of each replica, its fraction of the global batch, and the split of rows among replicas."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
 
@@ -171,28 +172,17 @@ class ReplicaStep(LossStep):
         step.samples_of_worker = self.samples_of_worker
         return step
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Sets this as the `current_step` of the replica."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return setting(_current, self)
 
-    @contextmanager
-    def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
+    def share_of(self, divisor: tf.Tensor) -> AbstractContextManager[None]:
         """Sets `fraction` to this replica's share of the sum of all replicas' `divisor`, a float32 scalar.
 
         A replica without samples computes on a sample of another one, and has no share.
         """
-        before = self.fraction
         divisor = times(tf.stop_gradient(divisor), self.sum_scale)
-        self.fraction = tf.math.divide_no_nan(divisor, self.total_of(divisor))
-        try:
-            yield
-        finally:
-            self.fraction = before
+        return setting_attributes(self, fraction=tf.math.divide_no_nan(divisor, self.total_of(divisor)))
 
     def total_of(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum of all replicas' `value`, a float32 scalar; a replica without samples adds nothing."""
@@ -223,12 +213,8 @@ def is_distributed(data: Any) -> bool:
 def rows_of_part(data: Any, counted: Any, part: int, parts: int) -> Any:
     """Returns the rows of one of `parts` nearly equal parts of a batch, in order.
 
-    Args:
-        data: A structure of tensors (dense, ragged or sparse) or arrays. Each leaf with as many rows as `counted`, as
-            far as they are known, is sliced.
-        counted: The leaf, of rank 1 or more, whose rows are the samples.
-        part: The number of the part, from 0.
-        parts: The number of parts.
+    Each leaf of `data` (dense, ragged or sparse tensors, or arrays) that has as many rows as the leaf `counted`, the
+    samples, as far as they are known, is sliced.
     """
     static = counted.shape[0]
     samples = count_samples(counted) if static is None else int(static)

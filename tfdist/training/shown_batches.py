@@ -56,11 +56,9 @@ def common_inputs(dataset: tf.data.Dataset) -> list[tuple[str, int]]:
 def shown_batches(dataset: tf.data.Dataset, numbers: list[int], show: Show) -> tf.data.Dataset:
     """Returns a dataset with the same batches, of which the first of each pass and some later ones are shown.
 
-    Args:
-        dataset: The batches.
-        numbers: Of the parts in the flattened batch to show.
-        show: Called in a thread of the pipeline with a name of the batch, its number in its pass, from 0, and rows of
-            the parts. Names differ between passes and are the same on all workers.
+    `show` is called in a thread of the pipeline with a name of the batch, its number in its pass, from 0, and rows of
+    the parts, which have these `numbers` in the flattened batch. Names differ between passes and are the same on all
+    workers.
     """
 
     def show_rows(name: np.ndarray, index: np.ndarray, *parts: np.ndarray) -> np.ndarray:

@@ -26,14 +26,14 @@ class TrainingStrategy(Protocol):
     def rank(self) -> int:
         """The rank of this process among those that call `fit`. The chief has rank 0.
 
-        Under parameter servers the chief alone calls `fit`.
+        By default 0: one process alone calls `fit`, as the chief does under parameter servers.
         """
-        ...
+        return 0
 
     @property
     def num_workers(self) -> int:
-        """The number of workers. Under parameter servers the chief is not counted."""
-        ...
+        """The number of workers; by default 1, this process. Under parameter servers the chief is not counted."""
+        return 1
 
     @property
     def replicas_of_workers(self) -> Sequence[int]:
@@ -59,17 +59,17 @@ class TrainingStrategy(Protocol):
 
         None if the replicas do not reduce gradients with tfdist's collectives.
         """
-        ...
+        return None
 
     @property
     def compression_state(self) -> CompressionState | None:
         """The state of this process's compressors, or None if the strategy saves none."""
-        ...
+        return None
 
     @property
     def row_shares(self) -> RowShares | None:
         """Which rows of global batches each worker computes; None if the strategy does not divide them by shares."""
-        ...
+        return None
 
     @property
     def local_updates(self) -> Any:
@@ -79,18 +79,13 @@ class TrainingStrategy(Protocol):
     @property
     def worker_stats(self) -> Sequence[Any]:
         """Under parameter servers a `WorkerStats` for each worker; empty under other strategies."""
-        ...
+        return ()
 
 
 class _StockStrategy(TrainingStrategy):
     """View of a strategy that is not tfdist's: nothing is counted, and this process is the chief."""
 
-    rank = 0
     communication = CommunicationStats()
-    gradient_reduction = None
-    compression_state = None
-    row_shares = None
-    worker_stats = ()
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -112,9 +107,6 @@ def is_tfdist_strategy(strategy: Any) -> bool:
 
 def training_strategy(strategy: Any) -> TrainingStrategy:
     """Views any strategy as a `TrainingStrategy`.
-
-    Args:
-        strategy: A `tf.distribute.Strategy`.
 
     Returns:
         `strategy` itself if it is one of tfdist's. Otherwise an object with rank 0, the number of workers that the

@@ -9,12 +9,7 @@ import tensorflow as tf
 from tfdist.keras_internals.model_introspection import accepts_zeros, first_input
 from tfdist.tensorflow_internals.batch_selection import rows_of_worker
 from tfdist.tensorflow_internals.distributed_datasets import asks_for_the_end, batch_types, num_own_replicas
-from tfdist.tensorflow_internals.input_pipeline import (
-    constant_batch_size,
-    is_per_worker,
-    parts_of_dataset,
-    reads_files,
-)
+from tfdist.tensorflow_internals.input_pipeline import constant_batch_size, is_per_worker, parts_of_dataset, reads_files
 from tfdist.tensorflow_internals.rows_per_replica import (
     can_count,
     carry_counts,
@@ -45,11 +40,6 @@ def worker_batches(
     >>> [[part.tolist() for part in worker_batches(batches, (1, 2), rank)[0].as_numpy_iterator()] for rank in range(2)]
     [[[0, 1]], [[2, 3], [4, 5]]]
 
-    Args:
-        dataset: The dataset of global batches that the user distributes.
-        replicas_of_workers: The number of replicas of each worker.
-        rank: The rank of this worker.
-
     Returns:
         The batches, and whether TensorFlow's auto-sharding must follow, which gives each worker separate files.
     """
@@ -78,10 +68,6 @@ def batch_traits(dataset: Any, batches: int | None) -> list[int]:
 
     Where workers draw different data, one of them may end before the others, and its replicas compute on zeros. If an
     input is not a floating-point number, zeros may be invalid.
-
-    Args:
-        dataset: A worker's distributed dataset.
-        batches: The number of batches if Keras knows it, also for arrays, or `None`.
     """
     if not is_carrier(dataset):
         return [_UNKNOWN, 0, _NEITHER]
@@ -97,11 +83,7 @@ def batch_traits(dataset: Any, batches: int | None) -> list[int]:
 def counted_batches(dataset: Any, traits: Sequence[Sequence[int]], replicas: int, *, are_complete: bool) -> Any:
     """Returns the dataset whose batches carry their numbers of samples, as far as that is possible.
 
-    Args:
-        dataset: A worker's distributed dataset.
-        traits: The `batch_traits` of all workers.
-        replicas: The number of replicas of all workers.
-        are_complete: Whether workers draw complete batches, of whose rows each computes a part.
+    `traits` are those of all workers. If batches `are_complete`, each worker computes a part of their rows.
     """
     steps, sizes, kinds = (set(values) for values in zip(*traits, strict=True))
     end_together = len(steps) == 1 and steps != {_UNKNOWN}
@@ -145,10 +127,7 @@ def several_of_each(dataset: tf.data.Dataset, count: int, of_batch: Callable[[An
     >>> [batch.tolist() for batch in doubled.as_numpy_iterator()]
     [[0, 1], [0, 1], [2, 3], [2, 3]]
 
-    Args:
-        dataset: The batches.
-        count: The number of elements.
-        of_batch: Takes a batch and the number of the element, an int32 scalar from 0.
+    `of_batch` takes a batch and the number of the element, an int32 scalar from 0.
     """
     spec = dataset.element_spec
 

@@ -19,9 +19,7 @@ class HeldParts(HeldUpdate, Protocol):
     def squares(self, gradients: Sequence[Any], *, of_parts: bool) -> Sequence[tf.Tensor | None]:
         """Returns for each variable the sum of the squares of its whole gradient, a scalar.
 
-        Args:
-            gradients: The gradients that are held here.
-            of_parts: Whether the result is `None` for gradients that are held whole.
+        With `of_parts` the result is `None` for gradients that are held whole.
         """
 
 

@@ -28,12 +28,10 @@ class HeldUpdate(Protocol):
         """The sums of the scaled gradients of the micro-steps of an update."""
 
     def exchange(self, gradients: Sequence[Any], divisor: Any, contributes: tf.Tensor | None) -> list[Any]:
-        """Returns what is held here of the sums over all replicas.
+        """Returns what is held here of the sums over all replicas, of gradients of the scaled loss.
 
-        Args:
-            gradients: The gradients of the scaled loss.
-            divisor: The number by which they are divided before they are sent; `None` stands for 1.
-            contributes: Whether this replica has samples, a bool scalar; `None` if it certainly has.
+        They are divided before they are sent; `None` stands for 1. `contributes` says whether this replica has samples,
+        a bool scalar; `None` if it certainly has.
         """
 
     def each(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
@@ -57,11 +55,7 @@ def run_micro_step(
 ) -> None:
     """Runs one micro-step, and the update if it is the last micro-step of an update.
 
-    Args:
-        held: Who holds what.
-        gradients: The gradients of the loss of this micro-step.
-        contributes: See `HeldUpdate.exchange`.
-        around: Calls the function that updates the variables.
+    `around` calls the function that updates the variables. For `contributes` see `HeldUpdate.exchange`.
     """
     update, steps = held.update, held.update.accumulation_steps
     if steps == 1 or held.exchanges_micro_steps:
@@ -130,16 +124,9 @@ def apply_if_finite(
     apply: Callable[[], None],
     skip: Callable[[], None] = lambda: None,
 ) -> tf.Tensor | bool:
-    """Updates by the means of gradients. If they are not finite, lowers the loss scale instead.
+    """Updates by the means of gradients. If they are not finite, lowers the loss scale instead, and calls `skip`.
 
-    Args:
-        update: The optimizer. Without a loss scale it always updates.
-        all_finite: Returns whether all values of all means are finite.
-        apply: Updates the variables.
-        skip: Called in place of `apply`.
-
-    Returns:
-        Whether the variables are updated, a bool scalar.
+    Without a loss scale it always updates. Returns whether the variables are updated, a bool scalar.
     """
     if update.loss_scale is None:
         apply()

@@ -22,13 +22,7 @@ class WholeUpdate:
     exchanges_micro_steps = False
 
     def __init__(self, update: OptimizerUpdate, context: ReductionContext, compiles: bool | None) -> None:
-        """Updates the variables of `update`.
-
-        Args:
-            update: The optimizer, with the variables that have a gradient.
-            context: Marks the exchange as one of gradients.
-            compiles: See `OptimizerUpdate.clip_and_apply`.
-        """
+        """Updates variables that have a gradient. For `compiles` see `OptimizerUpdate.clip_and_apply`."""
         self.update, self._context, self._compiles = update, context, compiles
 
     @property

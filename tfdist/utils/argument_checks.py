@@ -40,12 +40,6 @@ def is_number(value: Any, *, at_least: float) -> bool:
 def check_whole_number(name: str, value: Any, *, at_least: int, example: int | None = None) -> None:
     """Checks an argument that is a whole number.
 
-    Args:
-        name: Name of the argument.
-        value: Its value.
-        at_least: The smallest value that is accepted.
-        example: A typical value, for the message.
-
     Raises:
         ValueError: If `value` is not an integer, is a bool, or is too small.
 
@@ -64,10 +58,6 @@ def check_whole_number(name: str, value: Any, *, at_least: int, example: int | N
 
 def check_seconds(name: str, value: Any) -> None:
     """Checks an argument that is a duration.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
 
     Raises:
         ValueError: If `value` is not a finite number of at least 0.

@@ -8,9 +8,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 REMOVED_PREFIX = ".removed-"
+
+
+def is_local(path: Any) -> bool:
+    """Whether this is a path on a file system, and not an open file or an address (`gs://`)."""
+    return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
 
 
 def flush(path: Path) -> None:

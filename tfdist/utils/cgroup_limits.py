@@ -14,8 +14,7 @@ _V1_MOUNTS = {"cpu": ("cpu", "cpu,cpuacct"), "memory": ("memory",)}
 def cpu_quotas(root: Path = Path("/")) -> list[float]:
     """Returns the CPU quotas, in cores, of this process's groups and all their parents.
 
-    Args:
-        root: Directory that contains `proc` and `sys`.
+    `root` is the directory that contains `proc` and `sys`.
     """
     quotas = []
     for is_v2, group in _groups(root, "cpu"):
@@ -32,9 +31,6 @@ def available_memory(root: Path = Path("/")) -> list[int]:
     """Returns the memory, in bytes, that this process's groups and all their parents have left.
 
     File caches that the kernel can reclaim count as available.
-
-    Args:
-        root: Directory that contains `proc` and `sys`.
     """
     available = []
     for is_v2, group in _groups(root, "memory"):

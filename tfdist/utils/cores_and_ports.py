@@ -19,11 +19,7 @@ _FIRST_PORT, _TRIES = 12_000, 100
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Returns the number of cores that this process may use: its affinity, limited by the CPU quota of its cgroups.
-
-    Args:
-        root: Directory that contains `proc` and `sys`.
-    """
+    """Returns the number of cores that this process may use: its affinity, limited by the CPU quota of its cgroups."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *map(int, cpu_quotas(root))]))
 
@@ -108,12 +104,9 @@ class ReservedPorts:
     """Free TCP ports, held by bound sockets until the `with` block ends.
 
     TensorFlow's server rejects a port that any process still holds, even with SO_REUSEPORT, so the ports are released
-    just before the workers start. On the host's network another process may take one in between; the worker then
-    fails with an error that says so. So the ports are none of those that Linux gives to connections of any program.
-    They are free on all interfaces because TensorFlow's server listens on all.
-
-    Args:
-        count: Number of ports.
+    just before the workers start. On the host's network another process may take one in between; the worker then fails
+    with an error that says so. So the ports are none of those that Linux gives to connections of any program. They are
+    free on all interfaces because TensorFlow's server listens on all.
 
     >>> with ReservedPorts(2) as reserved:
     ...     len(set(reserved.ports))

@@ -17,10 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """Returns the unit for a column of byte counts: its size in bytes and its name.
-
-    Args:
-        largest: The largest count of the column.
+    """Returns the unit for a column of byte counts by the largest of them: its size in bytes and its name.
 
     >>> byte_unit(2500)
     (1000.0, 'kB')
@@ -113,11 +110,7 @@ def short_device(name: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
-    """Returns the rows as lines with aligned columns.
-
-    Args:
-        rows: Cells, with the same number of columns in each row.
-        left: Indices of the columns that are aligned to the left. The others are aligned to the right.
+    """Returns the rows as lines with aligned columns, those at the indices `left` to the left, the others to the right.
 
     >>> align_columns([["method", "bytes"], ["bf16", "12"]])
     ['method  bytes', 'bf16       12']
@@ -133,11 +126,7 @@ def align_columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
 
 
 def table_with_total(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table with rules below the headings and above the total.
-
-    Args:
-        rows: Cells: the headings first, the total last.
-    """
+    """Returns the lines of a table with rules below the headings, the first row, and above the total, the last one."""
     head, *body, total = align_columns(rows)
     rule = "-" * max(map(len, (head, *body, total)))
     return [head, rule, *body, rule, total]

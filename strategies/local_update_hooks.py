@@ -1,18 +1,14 @@
-"""The argument `mode` of MultiWorkerMirroredStrategy, and what local updates change in TensorFlow and Keras."""
+"""The argument `mode` of MultiWorkerMirroredStrategy, and what strategies with local updates do in an epoch."""
 
+import functools
 import logging
 from typing import Any
 
-from tfdist.keras_internals.local_epochs import patch_local_epochs
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
-from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
-from tfdist.tensorflow_internals.rows_per_replica import patch_agreement_on_end
 from tfdist.training.sample_shares import current_step
-from tfdist.training.strategy_protocol import training_strategy
 
 _log = logging.getLogger("tfdist")
-_has_warned = False
 
 
 def local_mode_of(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool = False) -> LocalMode | None:
@@ -45,23 +41,10 @@ def local_mode_of(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool =
     return mode
 
 
-def local_updates_of(strategy: Any, mode: LocalMode) -> LocalUpdates:
-    """Returns the local updates of a strategy that is complete otherwise, and patches Keras."""
-    patch_local_updates()
-    return LocalUpdates(strategy, mode, _samples_of_step)
-
-
-def patch_local_updates() -> None:
-    """Patches TensorFlow and Keras for strategies with local updates."""
-    patch_local_epochs(_is_local, _begin_epoch, _end_epoch, _mean_of_workers)
-    patch_agreement_on_end(_ends_are_known)
-
-
-def _is_local(strategy: Any) -> bool:
-    return training_strategy(strategy).local_updates is not None
-
-
-def _begin_epoch(strategy: Any, training: bool, knows_end: bool) -> None:
+def begin_epoch(strategy: Any, training: bool, knows_end: bool) -> None:
+    """Lets workers that train by themselves draw batches without asking each other, where that is possible."""
+    if strategy.local_updates is None:
+        return
     strategy.local_updates.begin_epoch(knows_end=training and knows_end)
     if not training:
         strategy.local_updates.synchronize()
@@ -69,33 +52,37 @@ def _begin_epoch(strategy: Any, training: bool, knows_end: bool) -> None:
         _warn_of_unknown_end()
 
 
-def _end_epoch(strategy: Any, has_trained: bool) -> None:
-    strategy.local_updates.end_epoch()
-    if has_trained:
-        strategy.local_updates.synchronize()
+def end_epoch(strategy: Any, has_trained: bool) -> None:
+    """Makes all weights equal after training."""
+    if strategy.local_updates is not None:
+        strategy.local_updates.end_epoch()
+        if has_trained:
+            strategy.local_updates.synchronize()
 
 
-def _mean_of_workers(strategy: Any, values: list[float]) -> list[float]:
-    return strategy.local_updates.mean_of_workers(values)
+def mean_of_workers(strategy: Any, numbers: list[Any]) -> list[float] | None:
+    """Averages this worker's logs with those of the others, which have computed others."""
+    if strategy.local_updates is None:
+        return None
+    return strategy.local_updates.mean_of_workers([float(number) for number in numbers])
 
 
-def _ends_are_known(strategy: Any) -> Any:
-    return strategy.local_updates.ends_are_known if _is_local(strategy) else None
+def ends_are_known(strategy: Any) -> Any:
+    """Returns a bool variable, which is true in an epoch whose number of steps all workers know."""
+    return None if strategy.local_updates is None else strategy.local_updates.ends_are_known
 
 
-def _samples_of_step() -> Any:
+def samples_of_step() -> Any:
+    """Returns the samples of this worker in the Keras step that is running; `None` in a custom loop."""
     step = current_step()
     return None if step is None else step.samples_of_worker
 
 
+@functools.cache  # warns once
 def _warn_of_unknown_end() -> None:
-    global _has_warned
-    if not _has_warned:
-        _log.warning(
-            "The workers ask each other in each step whether the data has ended, because its number of steps is not "
-            "known. Received: a dataset of unknown length, or `steps_per_epoch` with data that ends, or a number of "
-            "steps that is no multiple of `steps_per_execution`. Expected, for local updates that exchange nothing: "
-            "`dataset.repeat()` with `steps_per_epoch`, or "
-            "`dataset.apply(tf.data.experimental.assert_cardinality(batches))`."
-        )
-    _has_warned = True
+    _log.warning(
+        "The workers ask each other in each step whether the data has ended, because its number of steps is not known. "
+        "Received: a dataset of unknown length, or `steps_per_epoch` with data that ends, or a number of steps that is "
+        "no multiple of `steps_per_execution`. Expected, for local updates that exchange nothing: `dataset.repeat()` "
+        "with `steps_per_epoch`, or `dataset.apply(tf.data.experimental.assert_cardinality(batches))`."
+    )
