@@ -257,6 +257,7 @@ def test_likely_ports_differ_between_rounds_and_are_no_ports_of_clients():
         ({"threads_per_worker": 0}, "Invalid `threads_per_worker`"),
         ({"grace_seconds": -1}, "Invalid `grace_seconds`"),
         ({"start_timeout_seconds": float("nan")}, "Invalid `start_timeout_seconds`"),
+        ({"start_timeout_seconds": None}, "Invalid `start_timeout_seconds`"),
         (
             {"start_timeout_seconds": 0},
             "Invalid `start_timeout_seconds`. Received: start_timeout_seconds=0. Expected: a number",

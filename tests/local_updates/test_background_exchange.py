@@ -1,6 +1,8 @@
 """The exchange beside the steps: in order, in a function, with a limit, and with errors that reach the step."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import tensorflow as tf
@@ -77,3 +79,22 @@ def test_the_error_of_an_exchange_is_that_of_the_step():
     exchanged.send(0, tf.constant(5.0), [tf.zeros([2])])
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"exchange of weights has failed.*a lost worker"):
         exchanged.receive(0)
+
+
+def test_what_sums_lives_as_long_as_the_exchange():
+    """Its exchanges with the other workers end with it."""
+
+    class Sums:
+        def share_of_worker(self, samples):
+            return samples / 10.0
+
+        def sum_of_workers(self, tensors, paths):
+            return [2.0 * one for one in tensors]
+
+    sums = Sums()
+    exchanged, reference = exchange(sums), weakref.ref(sums)
+    del sums
+    gc.collect()
+    assert reference() is not None
+    exchanged.send(0, tf.constant(5.0), [tf.constant([1.0, 2.0])])
+    assert exchanged.receive(0)[0].numpy().tolist() == [1.0, 2.0]

@@ -177,6 +177,7 @@ class _Background:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self._channel = exchange, exchange.channel(BACKGROUND)
         self._lanes: dict[int, _Lane] = {}
+        self._ended: set[int] = set()  # lanes of strategies that are gone on this worker
         self._is_used = False
         self._changed = threading.Condition()
         self._turn = threading.Lock()
@@ -199,11 +200,16 @@ class _Background:
         return lane
 
     def remove(self, number: int) -> None:
-        """Ends a lane for which there are no further requests."""
+        """Ends a lane for which there are no further requests; those that it has are still answered."""
+        lane = self._lanes.get(number)
+        if lane is None:
+            return
+        lane.close()
         with self._changed:
-            lane = self._lanes.pop(number, None)
-        if lane is not None:
-            lane.close()
+            self._ended.add(number)
+            if lane.is_empty:
+                del self._lanes[number]
+            self._changed.notify_all()
 
     def _lead(self, number: int, lane: "_Lane") -> None:
         for request in lane.requests():
@@ -214,22 +220,22 @@ class _Background:
         with contextlib.suppress(ExchangeError):
             while True:
                 lane = self._lane(int(self._channel.broadcast(np.zeros(1, np.int64))[0]))
-                request = next(lane.requests(), None)
+                request = None if lane is None else next(lane.requests(), None)
                 if request is None:
                     self._exchange.fail("it has no strategy any more that exchanges in the background")
                     return
                 lane.answer(request)
 
-    def _lane(self, number: int) -> "_Lane":
+    def _lane(self, number: int) -> "_Lane | None":
         with self._changed:
-            self._changed.wait_for(lambda: number in self._lanes)
-            return self._lanes[number]
+            self._changed.wait_for(lambda: number in self._lanes or number in self._ended)
+            return self._lanes.get(number)
 
     def _answer_after_failure(self) -> None:
         """Answers requests on all lanes, also while `_follow` waits for a request on one of them."""
         self._exchange.wait_for_failure()
         with self._changed:
-            for lane in self._lanes.values():
+            for lane in list(self._lanes.values()):
                 lane.serve_alone()
 
 
@@ -272,6 +278,12 @@ class _Lane:
         """Ends the threads that wait for requests."""
         with tf.init_scope():
             self._requests.close()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits."""
+        with tf.init_scope():
+            return not int(self._requests.size())
 
     def _serve(self) -> None:
         for request in self.requests():

@@ -150,8 +150,8 @@ class Channel:
 
     def close(self) -> None:
         """Closes the links, unless a thread still exchanges: then the kernel does so when the process ends."""
+        self._is_closed = True
         if self._lock.acquire(timeout=_CLOSE_SECONDS):
-            self._is_closed = True
             for link in self._links.values():
                 link.close()
             self._lock.release()

@@ -183,7 +183,10 @@ class GroupJoin:
             if arrival.rank != earlier.rank:
                 continue
             if arrival.process != earlier.process and earlier.purpose == CONTROL and earlier.connection.is_open:
+                is_late = not arrival.connection.is_open  # of a process that is gone
                 arrival.close()
+                if is_late:
+                    return
                 raise _doubled(arrival.rank, self._addresses[arrival.rank])
             if arrival.process != earlier.process or arrival.purpose == earlier.purpose:
                 joined.pop(place).close()

@@ -124,7 +124,9 @@ class SocketLink(Link):
         self._socket.close()
 
     def close_in_fork(self) -> None:
-        os.close(self._socket.detach())  # a thread may have been within OpenSSL at the fork: leave that alone
+        # A thread may have been within OpenSSL at the fork: leave that alone.
+        if (descriptor := self._socket.detach()) >= 0:  # not closed before the fork
+            os.close(descriptor)
 
     def _note_retry(self, error: OSError) -> None:
         if isinstance(error, ssl.SSLWantReadError):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, trainer
+from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
@@ -196,12 +197,13 @@ def patch_loops_over_epochs() -> None:
     results_or_logs = TensorFlowTrainer._get_metrics_result_or_logs
 
     @replace(TensorFlowTrainer, "_get_metrics_result_or_logs")
-    def results_or_mean_logs(self: Any, logs: Any) -> Any:
-        chosen = results_or_logs(self, logs)
-        if not isinstance(chosen, dict) or chosen.keys() == self.get_metrics_result().keys():
+    def logs_of_epoch(self: Any, logs: Any) -> Any:
+        training, strategy = training_of(self), self.distribute_strategy
+        chosen = results_or_logs(self, logs if training is None else training.logs_of_all_steps() or logs)
+        have_same = hooks_of(strategy).mean_of_workers(strategy, []) is None
+        if have_same or not isinstance(chosen, dict) or chosen.keys() == self.get_metrics_result().keys():
             return chosen
         numbers = {name: value for name, value in chosen.items() if _is_number(value)}
-        strategy = self.distribute_strategy
         means = hooks_of(strategy).mean_of_workers(strategy, list(numbers.values()))
         return chosen if means is None else {**chosen, **dict(zip(numbers, means, strict=True))}
 

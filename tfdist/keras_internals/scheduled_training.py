@@ -42,12 +42,11 @@ def metrics_result(model: Any) -> dict[str, Any]:
 def patch_trainer() -> None:
     """Makes models use the functions `train`, `test` and `predict` of the object that trains them, if there is one.
 
-    Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `logs_of_all_steps` at the end
-    of an epoch, `forget` when the model has been compiled again.
+    Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `forget` when the model has
+    been compiled again. `patch_loops_over_epochs` calls its `logs_of_all_steps` at the end of an epoch.
     """
     stock = TensorFlowTrainer
     result, reset = stock.get_metrics_result, stock.reset_metrics
-    result_or_logs = stock._get_metrics_result_or_logs
 
     def replace_make(name: str) -> None:
         make_stock = getattr(stock, f"make_{name}_function")
@@ -80,11 +79,6 @@ def patch_trainer() -> None:
         if training is not None:
             training.begin()
         return reset(self)
-
-    @replace(stock, "_get_metrics_result_or_logs")
-    def result_or_logs_of_all(self: Any, logs: Any) -> Any:
-        training = training_of(self)
-        return result_or_logs(self, logs if training is None else training.logs_of_all_steps() or logs)
 
 
 def update_counter(optimizer: Any) -> tf.Variable:

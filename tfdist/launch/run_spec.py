@@ -38,7 +38,8 @@ class RunSpec:
     ['--workers', '2', '--chief', '--grace', '7']
     """
 
-    workers: int = 0  # number of workers of each host; 0: as a plan says
+    # number of workers of each host, in the call of an engine of all places together; 0: as a plan says
+    workers: int = 0
     parameter_servers: int = 0  # of all hosts together; with any, the first host also starts their chief
     # whether the first host also starts a chief, for which all workers run TensorFlow's server and hold stages
     chief: bool = False
@@ -120,7 +121,7 @@ class RunSpec:
             start_timeout=None if start_timeout_seconds is None else float(start_timeout_seconds),
             threads_per_worker=threads_per_worker,
             network=network,
-            log_dir=None if log_dir is None else os.fspath(log_dir),
+            log_dir=None if log_dir is None else os.fsdecode(log_dir),
         )
 
     def arguments(self) -> list[str]:

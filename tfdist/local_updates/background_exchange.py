@@ -35,6 +35,7 @@ class BackgroundExchange:
                 workers that have not. Called when an exchange starts, and when it has taken too long.
         """
         self._timeout_seconds, self._late_workers = timeout_seconds, late_workers
+        self._reduction = reduction  # the functions below do not keep it, and its exchanges end with it
         self._started = 0
         host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
         with tf.device(host):

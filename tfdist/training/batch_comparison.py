@@ -332,14 +332,14 @@ class BatchComparison:
 
     def _close(self) -> None:
         """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
-        if self._error and not self._has_raised:
-            _log.error(self._error)
         self._end()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _end(self) -> None:
+        if self._error and not self._has_raised:
+            _log.error(self._error)
         # The thread that sends ends the others: the process of the chief, which holds the store, may be gone, and then
         # nothing returns.
         atexit.unregister(self._close)

@@ -123,7 +123,8 @@ class NonblockingConnection:
 
     def close_in_fork(self) -> None:
         """Closes the connection in a forked child; it stays open in the parent."""
-        os.close(self._socket.detach())
+        if (descriptor := self._socket.detach()) >= 0:  # not closed before the fork
+            os.close(descriptor)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         try:

@@ -13,6 +13,7 @@ import tfdist
 from tfdist.cluster import new_seed
 from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS, NodeOptions, RunSpec
+from tfdist.utils.argument_checks import check_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,7 @@ class EngineCall:
             ImportError: If cloudpickle is not installed.
         """
         check_function(function, caller=caller)
+        check_seconds("start_timeout_seconds", start_timeout_seconds)  # the places have other defaults
         spec = RunSpec.of_call(start_timeout_seconds=start_timeout_seconds, **options)
         spec = dataclasses.replace(
             spec,
