@@ -221,7 +221,7 @@ class _Background:
             while True:
                 lane = self._lane(int(self._channel.broadcast(np.zeros(1, np.int64))[0]))
                 request = None if lane is None else next(lane.requests(), None)
-                if request is None:
+                if lane is None or request is None:
                     self._exchange.fail("it has no strategy any more that exchanges in the background")
                     return
                 lane.answer(request)
