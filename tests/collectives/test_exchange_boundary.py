@@ -296,6 +296,20 @@ def test_sequences_in_the_background_end_with_their_launchers():
             time.sleep(0.01)
 
 
+def test_a_sequence_that_has_ended_on_another_worker_is_an_error():
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+        numbers = [boundary.new_background() for boundary in boundaries]
+
+        def total(rank):
+            return float(boundaries[rank].all_reduce(tf.ones([]), in_background=numbers[rank]))
+
+        assert on_workers(2, total) == [2.0, 2.0]
+        boundaries[1]._background.remove(numbers[1])
+        [error] = on_workers(1, total)
+        assert "it has no strategy any more" in str(error)
+
+
 def test_the_limit_is_that_of_the_communication_options():
     class Boundary:
         size, limits = 2, []

@@ -75,6 +75,12 @@ def test_a_forked_child_does_not_disturb_the_exchange(links: str) -> None:
         assert all((total == 3.0).all() for total in totals)
 
 
+def test_a_fork_may_find_a_link_closed() -> None:
+    with linked_channels(2, "sockets") as [channel, _]:
+        channel.close()
+        channel.close_in_fork()
+
+
 def test_programs_that_a_worker_starts_do_not_inherit_the_shared_memory() -> None:
     before = set(os.listdir("/proc/self/fd"))
     with joined(2):
