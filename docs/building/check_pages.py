@@ -5,23 +5,78 @@
 `make lint` runs it.
 """
 
+import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from check_code_blocks import code_blocks, converted_program
 from check_commands import commands
-from check_exports import exports
 from check_links import links, named_files, titles
 from check_messages import rows_of_messages
-from check_pictures import pictures
 from check_words import phrases, terms
-from page_files import Finding, Pages
+from page_files import Finding, Pages, line_at
+from pictures import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULES = tuple(
+    f"tfdist.{name}"
+    for name in (
+        "callbacks checkpoint cluster collectives compression data launch parameter_server spark strategies training"
+    ).split()
+)
+# On the pages without an export: the entry point of the command, and the base class whose members both mirrored
+# strategies have.
+_NOT_EXPORTED = {"tfdist.launch.cli.main.main", "tfdist.strategies.replicated_strategy.ReplicatedStrategy"}
+_DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+_API_PAGES = "docs/api/"
+_PICTURES = "docs/images"
+
+
+def exports(pages: Pages) -> Iterator[Finding]:
+    """Exports that no page shows, and names on the pages that no module exports."""
+    exported = {f"{name}.{export}" for name in MODULES for export in importlib.import_module(name).__all__}
+    shown = set()
+    for path, text in pages.markdown.items():
+        for match in _DIRECTIVE.finditer(text if path.startswith(_API_PAGES) else ""):
+            # Pages also show docstrings of modules, and functions by the module of their name: `detect.detect`.
+            name = re.sub(r"\.(\w+)\.\1$", r".\1", match[1])
+            shown |= {name, match[1]}
+            if name not in exported and match[1] not in {*_NOT_EXPORTED, *MODULES}:
+                yield Finding(path, line_at(text, match.start()), f"no module exports {match[1]}")
+    for name in sorted((exported | _NOT_EXPORTED) - shown):
+        yield Finding(_API_PAGES, 1, f"no page shows {name}. Expected: a line `::: {name}`, or no export")
+
+
+def pictures(pages: Pages) -> Iterator[Finding]:
+    """Pictures that differ from what is drawn now, that nothing draws, or with elements beyond their borders."""
+    folder = pages.root / _PICTURES
+    for name, draw in PICTURES.items():
+        file = folder / f"{name}.svg"
+        if not file.is_file() or file.read_text(encoding="utf-8") != draw().svg():
+            yield Finding(f"{_PICTURES}/{file.name}", 1, "differs. Run: python docs/building/pictures.py")
+    for file in sorted(folder.glob("*.svg")):
+        if file.stem not in PICTURES:
+            yield Finding(f"{_PICTURES}/{file.name}", 1, "docs/building/pictures.py does not draw it")
+        for element in _outside(file):
+            yield Finding(f"{_PICTURES}/{file.name}", 1, f"lies outside of the picture: {element}")
+
+
+def _outside(file: Path) -> Iterator[dict[str, str]]:
+    root = ElementTree.parse(file).getroot()
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for element in root.iter():
+        if "x" in element.attrib:
+            x, y = float(element.attrib["x"]), float(element.attrib["y"])
+            right, bottom = x + float(element.get("width", 0)), y + float(element.get("height", 0))
+            if not (0 <= x <= right <= width and 0 <= y <= bottom <= height):
+                yield dict(element.attrib)
+
 
 RULES: dict[str, Callable[[Pages], Iterator[Finding]]] = {
     rule.__name__: rule

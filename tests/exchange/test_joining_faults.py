@@ -80,6 +80,25 @@ def test_a_worker_that_is_replaced_while_it_joins_leaves_no_link_behind() -> Non
     on_workers(2, lambda rank: pair[rank].close())
 
 
+def test_a_connection_of_a_process_that_is_gone_does_not_count_as_a_second_one() -> None:
+    """It may be read after its successor has joined."""
+
+    class Connection:
+        def __init__(self, is_open: bool) -> None:
+            self.is_open = is_open
+
+        def close(self) -> None:
+            self.is_open = False
+
+    join = GroupJoin(0, free_addresses(2), Credentials("tfdist exchange", 1, "t"), CHANNELS)
+    joined = {}
+    join._place(joining._Joined(1, CONTROL, "new", Connection(is_open=True)), joined)
+    join._place(joining._Joined(1, STEPS, "old", Connection(is_open=False)), joined)
+    assert list(joined) == [(1, CONTROL)] and joined[1, CONTROL].process == "new"
+    with pytest.raises(HandshakeError, match="Two processes are worker 1"):
+        join._place(joining._Joined(1, STEPS, "other", Connection(is_open=True)), joined)
+
+
 def test_two_processes_that_are_one_worker_are_an_error_that_names_it() -> None:
     addresses, results = free_addresses(2), {}
     thread = in_thread(results, 0, addresses, LIMIT_SECONDS)

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -73,6 +75,20 @@ def test_a_forked_child_does_not_disturb_the_exchange(links: str) -> None:
         assert os.waitpid(child, 0)[1] == 0
         totals = on_workers(2, lambda rank: exchanges[rank].channel(STEPS).all_reduce(np.full(70_000, rank + 1.0)))
         assert all((total == 3.0).all() for total in totals)
+
+
+def test_a_channel_that_is_closed_during_an_exchange_takes_no_further_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfdist.exchange.channel._CLOSE_SECONDS", 0.01)
+    with linked_channels(2, "sockets") as channels:
+        waiting = threading.Thread(target=on_workers, args=(1, lambda _: channels[0].all_reduce(np.ones(5))))
+        waiting.start()
+        while not channels[0]._lock.locked():
+            time.sleep(0.001)
+        channels[0].close()
+        channels[1].all_reduce(np.ones(5))
+        waiting.join()
+        (error,) = on_workers(1, lambda _: channels[0].all_reduce(np.ones(5)))
+        assert isinstance(error, ExchangeError) and "is closed" in str(error)
 
 
 def test_a_fork_may_find_a_link_closed() -> None:

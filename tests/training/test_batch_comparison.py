@@ -1,6 +1,7 @@
 """The comparison of the batches of two workers, both in this process, with a key-value store of its own."""
 
 import contextlib
+import gc
 import threading
 
 import numpy as np
@@ -179,6 +180,18 @@ def test_iterators_are_compared_by_the_order_of_their_creation(workers):
 
 
 ORDERS = {0: (0, 1, 3), 1: (1, 0, 2, 3)}
+
+
+def test_a_difference_that_no_step_has_raised_is_logged_when_the_strategy_is_gone(caplog):
+    class Strategy:
+        pass
+
+    strategy, comparison = Strategy(), BatchComparison(0, 1, "batches")
+    comparison.end_with(strategy)
+    comparison._error = "The workers draw different batches"
+    del strategy
+    gc.collect()
+    assert "The workers draw different batches" in caplog.text
 
 
 def test_a_worker_that_does_not_answer_is_a_warning(workers, caplog, monkeypatch):

@@ -117,9 +117,8 @@ class GroupControl:
         if self._is_closed:
             return
         self._is_closed = True
-        if (
-            has_ended and getattr(sys, "last_value", None) is None
-        ):  # after an uncaught exception the others see a lost worker
+        # After an uncaught exception the others see a lost worker.
+        if has_ended and getattr(sys, "last_value", None) is None:
             self._send_to_all({"left": True})
         os.eventfd_write(self._wakes, 1)
         self._thread.join(timeout=2 * _BEAT_SECONDS)

@@ -89,6 +89,9 @@ class RunSpec:
 
         Raises:
             ValueError: If one is invalid.
+
+        >>> RunSpec.of_call(workers=2, log_dir=b"logs").log_dir
+        'logs'
         """
         check_whole_number("workers", workers, at_least=1)
         check_whole_number("parameter_servers", parameter_servers, at_least=0)
