@@ -99,19 +99,6 @@ def test_an_unused_buffer_changes_nothing():
     assert dense == [14.0] * WIDTH and table == [2, 0, 4, 8, 0, 0, 0]
 
 
-def test_a_worker_without_a_part_in_the_round_after_its_overflow_keeps_its_residual():
-    encoder = GradientEncoder(Policy({"dense": "fp16"}, dense_below=0), tf.Variable)
-    encoder.prepare(["dense"], [tf.TensorShape([WIDTH])], may_skip_rounds=True)
-    # Marks of rounds: the count of updates, and the loss scale. The worker has no part in the round (0, 4.0).
-    for number, mark in ((0.1, (0.0, 8.0)), (np.inf, (0.0, 8.0)), (0.3, (1.0, 4.0))):
-        encoder.encode(tf.fill([WIDTH], number), "dense", round_mark=tf.constant(mark, tf.float64))
-        if number == 0.1:
-            before = encoder.read_state("dense")["residual"].numpy()
-        elif number == np.inf:
-            np.testing.assert_array_equal(encoder.read_state("dense")["residual"].numpy(), before)
-    assert np.isfinite(encoder.read_state("dense")["residual"].numpy()).all()
-
-
 @pytest.mark.parametrize(("gradient", "updates", "scale"), [(16.0, 1, 8.0), (np.inf, 0, 4.0), (np.nan, 0, 4.0)])
 def test_a_round_with_a_loss_scale_is_skipped_unless_all_parts_are_finite(gradient, updates, scale):
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)

@@ -76,10 +76,6 @@ class GradientEncoder:
         if round_mark is not None and path in self._before_round:  # some methods have no state
             state = self._without_skipped_round(path, state, round_mark)
         payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), state)
-        if round_mark is not None:
-            # Such a round is skipped, but this worker may have no part in the next one, which takes the state back.
-            is_finite = tf.reduce_all(tf.math.is_finite(gradient))
-            is_applied = is_finite if is_applied is None else tf.logical_and(is_applied, is_finite)
         if is_applied is not None:
             new_state = {name: tf.where(is_applied, value, state[name]) for name, value in new_state.items()}
         self.write_state(path, new_state)
