@@ -6,31 +6,44 @@ import ipaddress
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import cluster
+from tfdist import cluster as cluster_module
 from tfdist.cluster.wait_for_peers import check_names
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
+from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.exchange.joining import Encryption
 from tfdist.exchange.worker_exchange import Exchange
+from tfdist.membership.decisions import View
+from tfdist.membership.membership import Membership
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
 from tfdist.tensorflow_internals.key_values import key_values
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"
 _TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
+_ELASTIC_SILENCE_SECONDS = 10.0
 _log = logging.getLogger("tfdist")
 
 _boundary: ExchangeBoundary | None = None
+_membership: Membership | None = None
 
 
-def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds: float) -> ExchangeBoundary | None:
+def workers_boundary(
+    spec: dict[str, list[str]], resolver: Any, timeout_seconds: float, *, is_elastic: bool = False
+) -> ExchangeBoundary | None:
     """Connects this worker with the others of its cluster, once for each process, and again after a mismatch.
 
     Workers that called different exchanges, or were late, are all still there, and meet again in new strategies.
+
+    Args:
+        spec: The cluster.
+        resolver: Says which task this worker is.
+        timeout_seconds: How long the others may take to start.
+        is_elastic: Whether workers may be lost: see `membership`.
 
     Returns:
         The boundary to the exchange with them; `None` without other workers.
@@ -39,7 +52,7 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
         ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.
         TimeoutError, OSError, TransportError: See `Exchange`.
     """
-    global _boundary
+    global _boundary, _membership
     tasks = [(job, index) for job in ("chief", "worker") for index in range(len(spec.get(job, ())))]
     if len(tasks) < 2:
         return None
@@ -59,20 +72,37 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
                 TOKEN_VARIABLE,
             )
         attempt = [os.environ.get(name, "") for name in ("TFDIST_RUN_ID", "TFDIST_ATTEMPT")]
-        exchange = Exchange(
-            rank,
-            addresses,
-            token=token,
-            cluster=hashlib.sha256(json.dumps([addresses, attempt]).encode()).hexdigest(),
-            timeout_seconds=timeout_seconds,
-            silence_seconds=silence_limit_of_environment(),
-            encryption=encryption_of(os.environ),
-            check_missing=check_names if cluster.is_slurm_step() else None,
-        )
+        cluster = hashlib.sha256(json.dumps([addresses, attempt]).encode()).hexdigest()
+        if is_elastic:
+            _membership = Membership(
+                rank,
+                addresses,
+                token=token,
+                cluster=cluster,
+                timeout_seconds=timeout_seconds,
+                silence_seconds=_ELASTIC_SILENCE_SECONDS,
+                encryption=encryption_of(os.environ),
+            )
+
+        def join(view: View | None, **options: Any) -> Exchange:
+            return Exchange(
+                rank,
+                addresses,
+                members=None if view is None else view.members,
+                token=token,
+                cluster=cluster if view is None else f"{cluster} {view.ballot}",
+                timeout_seconds=timeout_seconds,
+                silence_seconds=silence_limit_of_environment(),
+                encryption=encryption_of(os.environ),
+                **options,
+            )
+
+        exchange = join(None, check_missing=check_names if cluster_module.is_slurm_step() else None)
         _boundary = ExchangeBoundary(exchange)
+        _boundary.join_again = join
         key_values.use(exchange.control)
-        watch_exchange(lambda: exchange.failure)
-        atexit.register(_close_in_process, exchange, os.getpid())
+        watch_exchange(lambda: None if _boundary is None else _boundary.exchange.failure)
+        atexit.register(_close_in_process, os.getpid())
     elif (_boundary.exchange.rank, _boundary.exchange.addresses) != (rank, addresses):
         raise ValueError(
             "A process is a worker of one cluster. Received: "
@@ -81,6 +111,32 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
             "process for another cluster."
         )
     return _boundary
+
+
+def membership() -> Membership:
+    """Returns the membership of this process in an elastic training."""
+    assert _membership is not None
+    return _membership
+
+
+def connect(view: View) -> None:
+    """Exchanges with the members of another view from now on.
+
+    Raises:
+        WorkerLostError: One of them is lost meanwhile.
+    """
+    assert _boundary is not None and _membership is not None
+    boundary, members = _boundary, _membership
+    boundary.exchange.close(has_ended=False)
+    interrupted = WorkerLostError(boundary.rank, "the workers agree on others", "joining them")
+
+    def on_join(abort: Callable[[Exception], None]) -> None:
+        members.interrupt_by(lambda: abort(interrupted))
+
+    exchange = boundary.join_again(view, on_join=on_join)
+    members.interrupt_by(lambda: exchange.fail("the workers agree on others"))
+    boundary.use(exchange)
+    key_values.use(exchange.control)
 
 
 def encryption_of(environ: Mapping[str, str]) -> Encryption | None:
@@ -109,9 +165,11 @@ def raise_failed_exchange(error: BaseException) -> None:
         raise failure from None
 
 
-def _close_in_process(exchange: Exchange, process: int) -> None:
-    if os.getpid() == process:  # a forked child shares the connections
-        exchange.close()
+def _close_in_process(process: int) -> None:
+    if os.getpid() == process and _boundary is not None:  # a forked child shares the connections
+        _boundary.exchange.close()
+        if _membership is not None:
+            _membership.close()
 
 
 def _is_of_this_host(address: str) -> bool:

@@ -7,12 +7,20 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.keras_internals.model_state import (
+    OptimizerState,
+    components,
+    metric_variables_by_key,
+    model_variables,
+    optimizers_of,
+)
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import LocalMode
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.strategies import exchange_start
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
     peer_addresses,
@@ -44,6 +52,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.shown_batches import draws_common_batches
+from tfdist.training.step_transactions import StepTransactions
 from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -79,6 +88,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         load_balancing: bool | LoadBalancing = False,
         shares: Sequence[float] | None = None,
         mode: Synchronous | LocalMode | None = None,
+        elastic: bool = False,
     ) -> None:
         """Creates the strategy, and connects this worker with all others.
 
@@ -111,6 +121,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 `DiLoCo(sync_every=...)`: each worker trains by itself, and weights are exchanged after many updates;
                 `compression` then applies to differences of weights. See `docs/local_updates.md`.
 
+            elastic: Whether workers may be lost: the others take over their rows of the same batch, and go on.
+
         Raises:
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
             RuntimeError: With NCCL, TensorFlow has already created its devices.
@@ -136,7 +148,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             with _tensorflow_cluster(spec, resolver, limit_seconds):
                 extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, devices_of_workers)
         else:
-            boundary = workers_boundary(spec, resolver, limit_seconds)
+            boundary = workers_boundary(spec, resolver, limit_seconds, is_elastic=elastic)
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, devices_of_workers, boundary)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()
@@ -144,12 +156,18 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.num_workers > 1:
             agree_on_random_seed(self.rank, self.num_workers, f"tfdist/seed/{self._collective_key_base}")
             compare_cpus(self.rank, self.num_workers, f"tfdist/cpu/{self._collective_key_base}")
-            self._batch_comparison = BatchComparison(
-                self.rank, self.num_workers, f"tfdist/batches/{self._collective_key_base}"
-            )
-            self._batch_comparison.end_with(self)
+            if not elastic:
+                self._batch_comparison = BatchComparison(
+                    self.rank, self.num_workers, f"tfdist/batches/{self._collective_key_base}"
+                )
+                self._batch_comparison.end_with(self)
             patch_files()
+        self._is_elastic = elastic and self.num_workers > 1
         self._row_shares = self._shares_of(balancing, shares)
+        if self._is_elastic:
+            self._transactions = StepTransactions(
+                exchange_start.membership(), lambda: boundary.exchange.failure, self._connect
+            )
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
             self._local_updates = LocalUpdates(self, local_mode, samples_of_step)
@@ -257,10 +275,42 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         checked = checked_shares(shares, self.num_workers)
         if balancing is not None:
             balancing.limits(self.num_workers)
-        if balancing is None and checked is None:
+        if balancing is None and checked is None and not self._is_elastic:
             return None
         host = self.extended.replica_operations.host
-        return RowShares(self.replicas_of_workers, self.rank, host, checked, balancing)
+        counts = self.replicas_of_workers
+        return RowShares(counts, self.rank, host, checked, balancing, is_elastic=self._is_elastic)
+
+    def _connect(self, view: Any) -> None:
+        exchange_start.connect(view)
+        self._row_shares.give_rows_to(view.members)
+
+    def step_function(self, model: Any, name: str, function: Any) -> Any:
+        """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
+        if not self._is_elastic or name == "predict":
+            return function
+
+        def run_steps(iterator: Any) -> Any:
+            logs: Any = None
+            for number in range(model.steps_per_execution):
+                try:
+                    data = next(iterator)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    if number == 0:
+                        raise StopIteration from None
+                    break
+                logs = self._transactions.run(lambda data=data: function(iter([data])), self._variables_of(model))
+            return logs
+
+        return run_steps
+
+    def _variables_of(self, model: Any) -> list[tf.Variable]:
+        found = [variable.variable for variable in model_variables(model)]
+        found += [*metric_variables_by_key(model).values()]
+        for optimizer in optimizers_of(model):
+            state = OptimizerState(optimizer)
+            found += [*state.variables, *state.accumulators]
+        return [one for variable in found for one in components(self, variable)] + [self._row_shares._state]
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.
@@ -268,7 +318,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         A worker at the end of its data computes empty batches, whose weight is 0, until all workers are at the end.
         """
         own_batches = super()._max_batches(own_batches)
-        if self.num_workers == 1:
+        if self.num_workers == 1 or self._is_elastic:
             return own_batches
         batches = [number for (number,) in self._of_workers([_UNKNOWN if own_batches is None else own_batches])]
         return None if _UNKNOWN in batches else max(batches)
@@ -277,6 +327,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """Returns the dataset whose batches carry their numbers of samples, as far as all workers can tell them."""
         if self.num_workers == 1:
             return dataset
+        if self._is_elastic:  # all workers have the same data, and need not ask each other
+            return counted_batches(dataset, [batch_traits(dataset, own_batches)], 1, are_complete=True)
         traits = self._of_workers(batch_traits(dataset, own_batches))
         are_complete = self.row_shares is not None
         return counted_batches(dataset, traits, self.num_replicas_in_sync, are_complete=are_complete)

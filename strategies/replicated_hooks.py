@@ -85,4 +85,5 @@ HOOKS = StrategyHooks(
     at_end=_at_end,
     local_values=lambda strategy: strategy._building_locally(),
     sent_bytes=_sent_bytes,
+    step_function=lambda strategy, model, name, function: strategy.step_function(model, name, function),
 )

@@ -260,6 +260,10 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         if self.num_workers > 1:  # within one process they need no collectives
             check_collectives()
 
+    def step_function(self, model: Any, name: str, function: Any) -> Any:
+        """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
+        return function
+
     def _predict_step(self, function: Any, data: Any) -> Any:
         parts = local_parts(own_rows(data, self), self)
         or_zeros = accepts_zeros(predicting_model(function), parts[0])

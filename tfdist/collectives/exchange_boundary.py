@@ -35,6 +35,7 @@ _STALE = (
     "with an error before it took the result. Expected: a process in which no step has failed. Start a new one; with "
     "the callback FailureRecovery the training resumes."
 )
+_FLUSH = -1  # in place of what is exchanged: a request without a result
 _DTYPES = 2**10  # more than the numbers of dtypes
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast")
 
@@ -51,6 +52,7 @@ class ExchangeBoundary:
     def __init__(self, exchange: Exchange) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self.exchange = exchange
+        self.join_again: Callable[..., Exchange] | None = None  # connects with the members of another view
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
         self._requested: Any = None  # the number of exchanges, on all lanes but those in the background
@@ -102,6 +104,20 @@ class ExchangeBoundary:
         result = self._call("broadcast", tensor, **options)
         result.set_shape(tensor.shape)
         return result
+
+    def use(self, exchange: Exchange) -> None:
+        """Exchanges with other workers from now on. No step may be running.
+
+        What an interrupted step has left in the queues is dropped; exchanges are numbered from 1 again.
+        """
+        with self._lock:
+            lanes = [lane for name, lane in self._lanes.items() if isinstance(name, str)]
+            for lane in lanes:
+                lane.use(exchange)
+            self.exchange = exchange
+            if self._requested is not None:
+                with tf.init_scope():
+                    self._requested.assign(0)
 
     def new_background(self) -> int:
         """Returns the number of another sequence of exchanges beside the steps: all workers ask in the same order."""
@@ -244,6 +260,7 @@ class _Lane:
 
     def __init__(self, exchange: Exchange, name: str, requested: Any) -> None:
         self._exchange, self._channel, self._name = exchange, exchange.channel(name), name
+        self._idle: collections.deque[threading.Event] = collections.deque()  # waits for earlier requests
         self._requested = requested  # counts the exchanges of all lanes that share an order
         with tf.device("CPU:0"):
             # What is exchanged, the number of the exchange, and the values.
@@ -273,6 +290,18 @@ class _Lane:
             leave_unordered(check)
             with tf.control_dependencies([check] if check is not None else []):
                 return _from_bytes(received, tensor.dtype)
+
+    def use(self, exchange: Exchange) -> None:
+        """Answers requests by another exchange, after all that were made before; drops their results."""
+        is_idle = threading.Event()
+        self._idle.append(is_idle)
+        with tf.init_scope():
+            self._requests.enqueue([tf.constant(_FLUSH, tf.int64), tf.constant(0, tf.int64), tf.zeros([0], tf.uint8)])
+            is_idle.wait()
+            if left := int(self._results.size()):
+                for _ in range(left):
+                    self._results.dequeue()
+        self._exchange, self._channel = exchange, exchange.channel(self._name)
 
     def close(self) -> None:
         """Ends the threads that wait for requests."""
@@ -304,6 +333,9 @@ class _Lane:
             begin: Called before the exchange.
         """
         data, number, packed = request.pop(), request.pop(), request.pop()
+        if int(packed) == _FLUSH:
+            self._idle.popleft().set()
+            return
         error = self._stale
         try:
             if begin is not None:

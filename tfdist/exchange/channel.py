@@ -43,15 +43,18 @@ class Channel:
 
     Args:
         rank: The rank of this worker.
-        links: The link to each worker, by rank; `None` for this worker.
+        links: The link to each worker, by rank; `None` for this worker, and for workers that do not take part: they
+            count as workers that have zeros.
         failure: The failure of the group.
         name: The name of the channel.
     """
 
     def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure, name: str = "") -> None:
         self.size, self.name = len(links), name
-        self._rank, self._size, self._failure = rank, len(links), failure
+        self._rank, self._failure = rank, failure
         self._links = {link.peer: link for link in links if link is not None}
+        self._ranks = sorted([rank, *self._links])
+        self._absent = [other for other in range(self.size) if other not in self._ranks]
         self._number = 0
         self._has_common_order, self._limit_seconds = False, 0.0
         self._is_closed = False
@@ -74,12 +77,12 @@ class Channel:
         """
         flat, total = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = total.reshape(-1)
-        if is_short_sum(flat.nbytes, self._size):  # to all others at once
+        if is_short_sum(flat.nbytes, len(self._ranks)):  # to all others at once
             everything = self._gather("all-reduce", values)
-            add_in_order([everything[rank] for rank in range(self._size)], result)
+            add_in_order([everything[rank] for rank in self._ranks], result)
             return total
-        starts = _part_starts(flat.size, self._size, flat.itemsize)
-        parts = [slice(starts[rank], starts[rank + 1]) for rank in range(self._size)]
+        starts = _part_starts(flat.size, len(self._ranks), flat.itemsize)
+        parts = {rank: slice(*starts[place : place + 2]) for place, rank in enumerate(self._ranks)}
         with self._call("all-reduce", values) as transfers:
             own_part = _OwnPart(
                 self._rank, transfers, flat[parts[self._rank]], result[parts[self._rank]], sends_sums=True
@@ -91,9 +94,18 @@ class Channel:
         return total
 
     def reduce_scatter(self, rows: Array) -> Array:
-        """Returns the sum of all workers' rows `rank`, where `rows` is `[number of workers, ...]`."""
+        """Returns the sum of all workers' rows `rank`, where `rows` is `[number of workers, ...]`.
+
+        Raises:
+            ValueError: A worker does not take part, so nobody would have its row.
+        """
         self._check_rows(rows)
-        flat, total = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
+        if self._absent:
+            raise ValueError(
+                f"Nobody adds the rows of workers that are gone. Received: rows for {self.size} workers, of which "
+                f"{self._absent} do not take part. Expected: all workers."
+            )
+        flat, total = _flat(rows).reshape(self.size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
         with self._call("reduce-scatter", rows) as transfers:
             own_part = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
             for peer, transfer in transfers.items():
@@ -103,22 +115,27 @@ class Channel:
 
     def all_gather(self, values: Array) -> Array:
         """Returns all workers' arrays, which have the same shape and dtype, as `[number of workers, ...]`."""
-        return self._gather("all-gather", values).reshape(self._size, *values.shape)
+        return self._gather("all-gather", values).reshape(self.size, *values.shape)
 
     def all_to_all(self, rows: Array) -> Array:
         """Sends row `i` of `rows`, `[number of workers, ...]`, to worker `i`; returns the received rows, by rank."""
         self._check_rows(rows)
-        flat, received = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape, rows.dtype)
-        result = received.reshape(self._size, -1)
+        flat, received = _flat(rows).reshape(self.size, -1), _RESULTS.empty(rows.shape, rows.dtype)
+        result = received.reshape(self.size, -1)
         with self._call("all-to-all", rows) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat[peer])
                 transfer.receive_into(result[peer])
             result[self._rank] = flat[self._rank]
+            result[self._absent] = 0
         return received
 
-    def broadcast(self, values: Array, root: int = 0) -> Array:
-        """Returns the array of worker `root`; the others pass arrays of the same shape and dtype."""
+    def broadcast(self, values: Array, root: int | None = None) -> Array:
+        """Returns the array of worker `root`, by default the one of the lowest rank.
+
+        The others pass arrays of the same shape and dtype.
+        """
+        root = self._ranks[0] if root is None else root
         flat, received = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = received.reshape(-1)
         with self._call("broadcast", values, root) as transfers:
@@ -162,22 +179,23 @@ class Channel:
             link.close_in_fork()
 
     def _gather(self, kind: str, values: Array) -> Array:
-        flat, gathered = _flat(values), _RESULTS.empty((self._size, values.size), values.dtype)
+        flat, gathered = _flat(values), _RESULTS.empty((self.size, values.size), values.dtype)
         with self._call(kind, values) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat)
                 transfer.receive_into(gathered[peer])
             gathered[self._rank] = flat
+            gathered[self._absent] = 0
         return gathered
 
     def _call(self, kind: str, values: Array, root: int = 0) -> "_RunningCall":
         return _RunningCall(self, kind, values, root)
 
     def _check_rows(self, rows: Array) -> None:
-        if rows.ndim == 0 or rows.shape[0] != self._size:
+        if rows.ndim == 0 or rows.shape[0] != self.size:
             raise ValueError(
                 f"An exchange of rows needs one row for each worker. Received: an array of shape {rows.shape}, and "
-                f"{self._size} workers. Expected: the number of workers as the first dimension."
+                f"{self.size} workers. Expected: the number of workers as the first dimension."
             )
 
 

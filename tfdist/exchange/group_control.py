@@ -39,6 +39,7 @@ class GroupControl:
     ) -> None:
         self._rank, self._failure, self._silence_seconds = rank, failure, silence_seconds
         self._connections = dict(connections)
+        self._lowest = min([rank, *connections])
         # What arrived while this process was stopped is read before silence is judged. The others may have been stopped
         # as long, and send again only now: so a gap alone must not reach the limit.
         self._clock = ActiveClock(now=time.monotonic(), max_gap_seconds=silence_seconds / 2)
@@ -63,15 +64,16 @@ class GroupControl:
     def propose(self, key: str, value: str) -> str:
         """Gives all workers the value of the first worker that proposes one under a key; returns that value.
 
-        Worker 0 decides which proposal is the first.
+        The worker of the lowest rank decides which proposal is the first.
 
         Raises:
             ExchangeError: A worker is lost.
         """
-        if self._rank == 0:
+        if self._rank == self._lowest:
             self._take_first(key, value)
         else:
-            self._send({0: self._connections.get(0)}, {"propose": key, "value": value})
+            lowest = {self._lowest: self._connections.get(self._lowest)}
+            self._send(lowest, {"propose": key, "value": value})
         return str(self.wait_for(key))
 
     def withdraw(self, key: str) -> None:

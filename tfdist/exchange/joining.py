@@ -107,6 +107,7 @@ class GroupJoin:
         addresses: `host:port` of each worker, by rank.
         credentials: What workers prove to each other.
         channels: The names of the channels.
+        members: The ranks of the workers that join; by default all.
         encryption: Encrypts connections between hosts, if given.
         shares_memory: Whether workers of one host exchange by shared memory.
         check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
@@ -119,12 +120,14 @@ class GroupJoin:
         credentials: Credentials,
         channels: Sequence[str],
         *,
+        members: Sequence[int] | None = None,
         encryption: Encryption | None = None,
         shares_memory: bool = True,
         check_missing: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         self._check_missing = check_missing
         self._rank, self._addresses, self._credentials = rank, list(addresses), credentials
+        self._members = range(len(addresses)) if members is None else sorted(members)
         self._channels, self._encryption = list(channels), encryption
         self._joined: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
         self._pending: collections.Counter[str] = collections.Counter()  # by address
@@ -146,8 +149,8 @@ class GroupJoin:
         """
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
-        lower = range(self._rank)
-        higher = range(self._rank + 1, len(self._addresses))
+        lower = [member for member in self._members if member < self._rank]
+        higher = [member for member in self._members if member > self._rank]
         joined: dict[tuple[int, str], _Joined] = {}
         try:
             if higher:
@@ -176,6 +179,10 @@ class GroupJoin:
                     if isinstance(late, _Joined):
                         late.close()
         return self._group(joined)
+
+    def abort(self, error: Exception) -> None:
+        """Makes `join` raise an error, on another thread than that of `join`."""
+        self._arrive(error)
 
     def _place(self, arrival: _Joined, joined: dict[tuple[int, str], _Joined]) -> None:
         """Puts a connection in the place of an earlier one, and of all those of an earlier process."""
@@ -299,7 +306,7 @@ class GroupJoin:
             accepted = BlockingConnection.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
             request = accepted.receive(_HANDSHAKE_SECONDS)
             rank, purpose = request.get("rank"), request.get("purpose")
-            is_known = isinstance(rank, int) and self._rank < rank < len(self._addresses)
+            is_known = isinstance(rank, int) and rank > self._rank and rank in self._members
             if not is_known or purpose not in (CONTROL, *self._channels):
                 accepted.close()
                 return

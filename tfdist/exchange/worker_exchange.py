@@ -22,6 +22,7 @@ class Exchange:
     Args:
         rank: The rank of this worker.
         addresses: `host:port` of each worker, by rank; IPv6 as `[::1]:port`.
+        members: The ranks of the workers that exchange; by default all. The others count as workers that have zeros.
         token: A secret of all workers.
         cluster: A description that all workers of one attempt have in common, for example their addresses.
         timeout_seconds: How long the others may take to start.
@@ -30,6 +31,7 @@ class Exchange:
         encryption: Encrypts connections between hosts, if given.
         shares_memory: Whether workers of one host exchange by shared memory.
         check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
+        on_join: Called before the workers join, with a function that makes this worker give up with an error.
 
     Raises:
         TimeoutError: Workers did not start in time. The message names them.
@@ -48,6 +50,7 @@ class Exchange:
         rank: int,
         addresses: Sequence[str],
         *,
+        members: Sequence[int] | None = None,
         token: str,
         cluster: str = "",
         timeout_seconds: float = 300.0,
@@ -55,18 +58,23 @@ class Exchange:
         encryption: Encryption | None = None,
         shares_memory: bool = True,
         check_missing: Callable[[Mapping[str, str]], None] | None = None,
+        on_join: Callable[[Callable[[Exception], None]], None] | None = None,
     ) -> None:
         self.rank, self.size, self.addresses = rank, len(addresses), list(addresses)
+        self.members = list(range(self.size)) if members is None else sorted(members)
         credentials = Credentials("tfdist exchange", PROTOCOL, token, cluster=cluster, same_version=True)
         join = GroupJoin(
             rank,
             addresses,
             credentials,
             CHANNELS,
+            members=self.members,
             encryption=encryption,
             shares_memory=shares_memory,
             check_missing=check_missing,
         )
+        if on_join is not None:
+            on_join(join.abort)
         group = join.join(timeout_seconds)
         self._failure = GroupFailure()
         self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
@@ -109,7 +117,7 @@ class Exchange:
 
     def _wait_until_all_have_joined(self, timeout_seconds: float) -> None:
         self.control.publish(f"tfdist/joined/{self.rank}", "")
-        for rank in range(self.size):
+        for rank in self.members:
             if self.control.wait_for(f"tfdist/joined/{rank}", timeout_seconds) is None:
                 raise TimeoutError(
                     f"Worker {rank} has not connected with all others after {timeout_seconds:g} s. Expected: each "

@@ -53,9 +53,17 @@ def patch_trainer() -> None:
 
         @replace(stock, f"make_{name}_function")
         def make_function(self: Any, force: bool = False) -> Any:
-            make = hooks_of(self.distribute_strategy).training
+            hooks = hooks_of(self.distribute_strategy)
+            make = hooks.training
             if make is None:
-                return make_stock(self, force)
+                earlier = getattr(self, f"{name}_function")
+                if earlier is not None and not force:
+                    return earlier
+                make_stock(self, force)
+                function = getattr(self, f"{name}_function")
+                function = hooks.step_function(self.distribute_strategy, self, name, function)
+                setattr(self, f"{name}_function", function)
+                return function
             training = training_of(self, make)
             if getattr(self, f"{name}_function") is None or force:
                 training.forget(name)

@@ -56,6 +56,8 @@ class RowShares:
         host: str,
         shares: Sequence[float] | None,
         options: LoadBalancing | None,
+        *,
+        is_elastic: bool = False,
     ) -> None:
         """Creates the variable.
 
@@ -66,12 +68,14 @@ class RowShares:
             shares: The first shares of the workers; they are changed to keep the limits of `options`. By default
                 workers share by their numbers of devices.
             options: How shares follow the measured speeds; `None` if they are fixed.
+            is_elastic: Whether `give_rows_to` is called.
         """
         self._devices, self._rank, self._options = tuple(devices), rank, options
         self._host = host
         first: Sequence[float] = shares or devices
         if options is not None:
             first = planning.within_limits(first, options.limits(len(devices)))
+        self._is_elastic = is_elastic
         self._first = planning.whole_shares(first)
         with tf.init_scope(), tf.device(host):
             self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
@@ -89,7 +93,7 @@ class RowShares:
             rows: The number of rows of the global batch. If it is an int and the shares are fixed, the results are
                 ints; otherwise int32 scalars.
         """
-        if self._options is None and isinstance(rows, int):
+        if self._options is None and not self._is_elastic and isinstance(rows, int):
             first, end = planning.row_bounds(self._first, rows)[self._rank : self._rank + 2]
         else:
             with tf.device(self._host):
@@ -120,6 +124,12 @@ class RowShares:
             state = tf.convert_to_tensor(self._state)
             changed = tf.numpy_function(self._after_step, [state, report], tf.float64, stateful=False)
             self._state.assign(tf.ensure_shape(changed, state.shape))
+
+    def give_rows_to(self, ranks: Sequence[int]) -> None:
+        """Divides rows among some workers only, in proportion to the first shares. Call this eagerly."""
+        state = self._state.numpy()
+        state[planning.SHARE] = [share if rank in ranks else 0 for rank, share in enumerate(self._first)]
+        self._state.assign(state)
 
     def stats(self) -> tuple[ShareStats, ...]:
         """Returns what each worker has computed so far. Call this eagerly."""

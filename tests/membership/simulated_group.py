@@ -1,0 +1,202 @@
+"""Workers that agree, on a simulated network: every order of messages, losses at every point, and what they have computed."""
+
+import collections
+import random
+from typing import Any
+
+from tfdist.membership.agreement import Agreement
+from tfdist.membership.decisions import NO_VIEW, View
+
+_TICK_SECONDS = 0.05
+
+
+class SimulatedWorker:
+    """Computes steps: contributes to the sums of its view, waits for all contributions, commits.
+
+    Its state is the list of the views whose sums it has applied, so that a step that is lost, applied twice, or applied
+    with other sums than elsewhere makes a difference.
+    """
+
+    def __init__(self, group: "SimulatedGroup", number: int, view: View) -> None:
+        self.group, self.number = group, number
+        self.agreement = Agreement(number, view, self._send)
+        self.state: list[tuple[int, int]] = []
+        self.contributed: set[int] = set()  # workers whose part of the next step has arrived, in this view
+        self.early: list[tuple[int, tuple[int, int], int]] = []
+        self.has_contributed = False
+        self.view_of_sums: tuple[int, int] | None = None
+        self.heard_last: dict[int, float] = {}
+
+    def _send(self, worker: int, message: dict[str, Any]) -> None:
+        self.group.send(self.number, worker, message)
+
+    def can_compute(self) -> bool:
+        agreement = self.agreement
+        trains = self.number in agreement.view.members and not agreement.is_excluded
+        return trains and not self.has_contributed and not agreement.is_changing and self.view_of_sums is None
+
+    def compute(self) -> None:
+        """Contributes to the next step."""
+        self.has_contributed = True
+        view = self.agreement.view
+        message = {"data": self.agreement.committed + 1, "ballot": list(view.ballot)}
+        for worker in view.members:
+            if worker != self.number:
+                self.group.send(self.number, worker, message)
+        self._take_data(self.number, view.ballot, self.agreement.committed + 1)
+
+    def take(self, sender: int, message: dict[str, Any]) -> None:
+        """Takes a message from the network."""
+        before = self.agreement.view, self.agreement.committed
+        if "data" in message:
+            ballot = (message["ballot"][0], message["ballot"][1])
+            if ballot > self.agreement.view.ballot:
+                self.early.append((sender, ballot, message["data"]))
+            else:
+                self._take_data(sender, ballot, message["data"])
+        elif "state" in message:
+            if self.number not in self.agreement.view.members:
+                self.state = [*message["state"]]
+                self.agreement.joins_with(len(self.state))
+                self._send(sender, {"joins": len(self.state)})
+        else:
+            self.agreement.receive(sender, message, self.group.now)
+        self.follow(before)
+
+    def _take_data(self, sender: int, ballot: tuple[int, int], step: int) -> None:
+        agreement = self.agreement
+        if ballot != agreement.view.ballot or agreement.is_changing:
+            return  # the exchanges of an earlier view, or of one that ends, are interrupted
+        assert step == agreement.committed + 1, (self.number, sender, step, agreement.committed)
+        self.contributed.add(sender)
+        if self.contributed.issuperset(agreement.view.members):
+            self.view_of_sums = agreement.view.ballot
+            agreement.has_sums()
+
+    def follow(self, before: tuple[View, int]) -> None:
+        """Does what follows from a change of the agreement."""
+        agreement = self.agreement
+        view, committed = before
+        joined = view == NO_VIEW
+        if agreement.committed > committed and not joined and agreement.committed > len(self.state):
+            assert self.view_of_sums is not None
+            self.state.append(self.view_of_sums)
+            self.contributed, self.has_contributed, self.view_of_sums = set(), False, None
+            for worker in agreement.joining:
+                self.send_state(worker)
+        if agreement.view != view:
+            self.contributed, self.has_contributed, self.view_of_sums = set(), False, None
+            early, self.early = self.early, []
+            for sender, ballot, step in early:
+                if ballot == agreement.view.ballot:
+                    self._take_data(sender, ballot, step)
+        assert len(self.state) == agreement.committed, (self.number, len(self.state), agreement.committed)
+
+    def send_state(self, worker: int) -> None:
+        """Sends the state to a worker that joins."""
+        if min(self.agreement.view.members, default=-1) == self.number:
+            self._send(worker, {"state": list(self.state)})
+
+
+class SimulatedGroup:
+    """Some workers, and the messages between them, which arrive in any order but that of one pair.
+
+    Args:
+        size: The number of workers that begin.
+        seed: Of the order of all events.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.random, self.now = random.Random(seed), 0.0
+        view = View((1, 0), tuple(range(size)))
+        self.queues: dict[tuple[int, int], collections.deque[dict[str, Any]]] = {}
+        self.cut: set[tuple[int, int]] = set()
+        self.stopped: set[int] = set()
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.dead: dict[int, SimulatedWorker] = {}
+        self.sent = 0
+        self.kill_at: dict[int, int] = {}  # the number of a message, and who ends while it sends that message
+        for number in range(size):
+            self.workers[number] = SimulatedWorker(self, number, view)
+
+    def send(self, sender: int, receiver: int, message: dict[str, Any]) -> None:
+        """Puts a message on the way, unless its sender ends now."""
+        if sender not in self.workers or (sender, receiver) in self.cut:
+            return
+        self.sent += 1
+        if self.sent in self.kill_at:
+            self.kill(sender)
+            return
+        self.queues.setdefault((sender, receiver), collections.deque()).append(message)
+
+    def kill(self, number: int) -> None:
+        """Ends a worker: what it has sent still arrives, then its connections close."""
+        if number not in self.workers:
+            return
+        self.dead[number] = self.workers.pop(number)
+        for other in self.workers:
+            self.queues.setdefault((number, other), collections.deque()).append({"ended": True})
+
+    def join(self, number: int) -> None:
+        """Starts a worker that joins."""
+        self.workers[number] = SimulatedWorker(self, number, NO_VIEW)
+        for other in [*self.workers]:
+            if other != number:
+                self.send(number, other, {"joins": -1})
+
+    def run(self, events: int) -> None:
+        """Runs a number of events in a random order."""
+        for _ in range(events):
+            self.event()
+
+    def event(self) -> None:
+        """Delivers a message, computes a step, or lets time pass."""
+        waiting = [pair for pair, queue in self.queues.items() if queue and pair[1] not in self.stopped]
+        waiting = [pair for pair in waiting if pair[0] not in self.stopped or True]
+        can_compute = [w for w in self.workers.values() if w.number not in self.stopped and w.can_compute()]
+        choice = self.random.random()
+        if waiting and choice < 0.8:
+            self._deliver(*self.random.choice(sorted(waiting)))
+        elif can_compute and choice < 0.95:
+            self.random.choice(can_compute).compute()
+        else:
+            self.now += _TICK_SECONDS
+            for worker in [*self.workers.values()]:
+                if worker.number not in self.stopped and worker.number in self.workers:
+                    before = worker.agreement.view, worker.agreement.committed
+                    worker.agreement.tick(self.now)
+                    if worker.number in self.workers:
+                        worker.follow(before)
+        for worker in [*self.workers.values()]:
+            if worker.agreement.is_excluded:
+                self.kill(worker.number)
+        self.check()
+
+    def _deliver(self, sender: int, receiver: int) -> None:
+        message = self.queues[sender, receiver].popleft()
+        worker = self.workers.get(receiver)
+        if worker is None or (sender, receiver) in self.cut:
+            return
+        if "ended" in message:
+            before = worker.agreement.view, worker.agreement.committed
+            worker.agreement.has_ended(sender)
+            if receiver in self.workers:
+                worker.follow(before)
+        elif message.get("joins") == -1:
+            worker.agreement.joining.setdefault(sender, -1)
+            worker.send_state(sender)
+        else:
+            worker.take(sender, message)
+
+    def check(self) -> None:
+        """Checks that what two workers have committed is the same, as far as both have committed."""
+        states = [worker.state for worker in self.workers.values() if not worker.agreement.is_excluded]
+        longest = max(states, key=len, default=[])
+        for state in states:
+            assert state == longest[: len(state)], [
+                (n, w.state[-5:], w.agreement.view) for n, w in self.workers.items()
+            ]
+
+    def steps(self) -> int:
+        """The number of steps that the survivors have committed."""
+        return max((worker.agreement.committed for worker in self.workers.values()), default=0)

@@ -1,0 +1,307 @@
+"""One worker's part in the agreement about views and steps: messages and times in, messages out.
+
+It has no thread, no connection and no clock of its own, so tests can run every order of events. The protocol:
+
+1. A step: who has all sums of the next step says `ready` to the members of its view. Who has heard that of all members
+   commits the step.
+2. A change: who loses a worker, or hears of a loss, promises nothing yet, and waits for a proposal of the oldest member
+   that it hears. That member sends `prepare` with a new ballot; the others `promise` it, with a report. From then on they
+   commit nothing in their view. It decides (`decisions.decide`) and sends `accept`; when all members of the next view
+   have accepted, it sends `install`, and `exclude` to the others.
+3. If the proposer, or one whom it has chosen, is lost meanwhile: again from 2 with a higher ballot.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tfdist.membership.decisions import NO_VIEW, Ballot, Decision, NoMajority, Report, View, decide
+
+_ANSWER_SECONDS = 2.0  # how long a proposer waits for a worker that it hears
+_REPEAT_SECONDS = 0.3
+
+Send = Callable[[int, dict[str, Any]], None]
+
+
+class Agreement:
+    """What one worker knows of the others, and what it has promised.
+
+    Args:
+        own: The number of this worker.
+        view: The first view; `NO_VIEW` for a worker that joins.
+        send: Sends a message to a worker. Messages between two workers keep their order, or the connection ends.
+        committed: The last step of which this worker has the state.
+
+    Attributes:
+        view: The view in which this worker trains.
+        committed: The last step that it has committed.
+        is_ready: Whether it has all sums of the next step, and waits until the others have them.
+        is_changing: Whether it waits for another view: it must not wait for exchanges of this one.
+        is_excluded: Whether the others go on without it.
+        obstacle: Why nothing can be decided at the moment; `None` otherwise.
+        joining: Workers that join, and the last step that they have.
+    """
+
+    def __init__(self, own: int, view: View, send: Send, *, committed: int = 0) -> None:
+        self.own, self.view, self.committed = own, view, committed
+        self.is_ready = self.is_changing = self.is_excluded = False
+        self.obstacle: NoMajority | None = None
+        self.joining: dict[int, int] = {}
+        self._send_to = send
+        self._promised: Ballot = view.ballot
+        self._highest = view.ballot[0]
+        self._attempts: list[View] = []
+        self._accepted: Decision | None = None
+        self._ended: set[int] = set()
+        self._silent: set[int] = set()
+        self._ready: set[int] = set()  # members that have all sums of the next step
+        self._ready_in_later_views: list[tuple[int, dict[str, Any]]] = []
+        self._plans_change = False
+        # As a proposer:
+        self._asked: set[int] = set()
+        self._reports: dict[int, Report] | None = None
+        self._decision: Decision | None = None
+        self._has_accepted: set[int] = set()
+        self._repeat_at = self._proposed_at = 0.0
+
+    # What happens on this worker.
+
+    def has_sums(self) -> None:
+        """This worker has all sums of the next step."""
+        self.is_ready = True
+        plans = self._is_oldest() and self._can_take_in() and not self.is_changing
+        self._plans_change |= plans
+        message = {"ready": self.committed + 1, "ballot": self.view.ballot, "plan": self._plans_change}
+        self._send_to_all(self.view.members, message)
+        self._ready.add(self.own)
+        self._commit_if_all_are_ready()
+
+    def hears(self, worker: int) -> None:
+        """A worker is heard again."""
+        self._silent.discard(worker)
+
+    def does_not_hear(self, worker: int) -> None:
+        """A worker is silent for too long: it is frozen, or its link is cut."""
+        if worker not in self._silent and worker not in self._ended:
+            self._silent.add(worker)
+            self._miss(worker)
+
+    def has_ended(self, worker: int) -> None:
+        """The process of a worker has certainly ended."""
+        self.joining.pop(worker, None)
+        if worker not in self._ended:
+            self._ended.add(worker)
+            self._miss(worker)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: repeats what may have been lost, and proposes where the proposer is lost."""
+        if self.is_excluded or not self.is_changing:
+            return
+        leader = self._leader()
+        if leader != self.own:
+            self._drop_proposal()
+            if now >= self._repeat_at and leader is not None:
+                self._repeat_at = now + _REPEAT_SECONDS
+                self._send_to(leader, self._suspicion())
+            return
+        if self._reports is not None and now > self._proposed_at + _ANSWER_SECONDS:
+            self._give_up_waiting(now)
+        if self._reports is None and now >= self._repeat_at:
+            self._repeat_at, self._proposed_at = now + _REPEAT_SECONDS, now
+            self._propose()
+        self._proceed(now)
+
+    # What others say.
+
+    def receive(self, sender: int, message: dict[str, Any], now: float) -> None:
+        """Takes a message of a worker."""
+        if self.is_excluded:
+            return
+        if "ready" in message:
+            self._take_ready(sender, message)
+        elif "suspect" in message:
+            self._take_suspicion(sender, message)
+        elif "prepare" in message:
+            self._take_proposal(sender, _ballot(message))
+        elif "promise" in message and _ballot(message) == self._promised and self._reports is not None:
+            self._reports[sender] = Report.of_json(message["promise"])
+        elif "refuse" in message:
+            self._highest = max(self._highest, int(message["refuse"]))
+            if self._reports is not None and _ballot(message) == self._promised:
+                self._drop_proposal()
+        elif "accept" in message and _ballot(message) != self._promised:
+            self._send_to(sender, {"refuse": self._promised[0], "ballot": message["ballot"]})
+        elif "accept" in message:
+            self._accepted = Decision(View.of_json(message["accept"]), int(message["step"]))
+            self._attempts.append(self._accepted.view)
+            self._answer_if_it_can(sender)
+        elif "accepted" in message and self._decision is not None and _ballot(message) == self._promised:
+            self._has_accepted.add(sender)
+        elif "install" in message and _ballot(message) == self._promised and self._accepted is not None:
+            self._install(self._accepted)
+        elif "exclude" in message and _ballot(message) > self.view.ballot and self.view != NO_VIEW:
+            self.is_excluded = True
+        elif "joins" in message:
+            self.joining[sender] = int(message["joins"])
+        self._proceed(now)
+
+    def joins_with(self, step: int) -> None:
+        """This worker, which joins, has the state after a step."""
+        self.committed = step
+        if self._accepted is not None:
+            self._answer_if_it_can(self._accepted.view.ballot[1])
+
+    # Steps.
+
+    def _take_ready(self, sender: int, message: dict[str, Any]) -> None:
+        if _ballot(message) > self.view.ballot:
+            self._ready_in_later_views.append((sender, message))
+        elif _ballot(message) == self.view.ballot and int(message["ready"]) == self.committed + 1:
+            self._ready.add(sender)
+            self._plans_change |= bool(message["plan"])
+            self._commit_if_all_are_ready()
+
+    def _commit_if_all_are_ready(self) -> None:
+        may_commit = self._promised == self.view.ballot and self.is_ready
+        if may_commit and self._ready.issuperset(self.view.members):
+            self._commit()
+            if self._plans_change:
+                self.is_changing = True
+
+    def _commit(self) -> None:
+        self.committed += 1
+        self.is_ready, self._ready = False, set()
+
+    # Changes.
+
+    def _miss(self, worker: int) -> None:
+        if worker in self.view.members:
+            self.is_changing = True
+            self._send_to_all(self.view.members, self._suspicion())
+        decision = self._decision
+        if decision is not None and worker in decision.view.members:
+            self._drop_proposal()
+
+    def _suspicion(self) -> dict[str, Any]:
+        return {"suspect": sorted(self._ended), "ballot": self.view.ballot}
+
+    def _take_suspicion(self, sender: int, message: dict[str, Any]) -> None:
+        if _ballot(message) == self.view.ballot and sender in self.view.members:
+            self._ended.update(map(int, message["suspect"]))
+            self.is_changing = True
+        elif _ballot(message) < self.view.ballot and sender not in self.view.members:
+            self._send_to(sender, {"exclude": True, "ballot": self.view.ballot})
+
+    def _leader(self) -> int | None:
+        """Returns the oldest worker of this one's view that it hears."""
+        heard = [worker for worker in self.view.members if worker not in self._ended | self._silent]
+        return min([*heard, self.own]) if self.view != NO_VIEW else None
+
+    def _is_oldest(self) -> bool:
+        return self._leader() == self.own
+
+    def _can_take_in(self) -> bool:
+        return any(step >= self.committed - 1 for step in self.joining.values())
+
+    def _propose(self) -> None:
+        self._highest = max(self._highest, self._promised[0]) + 1
+        self._promised = (self._highest, self.own)
+        self._accepted = None
+        asked = {member for attempt in self._attempts for member in attempt.members} | set(self.view.members)
+        asked |= {worker for worker, step in self.joining.items() if step >= self.committed - 1}
+        self._asked = asked - {self.own} - self._ended - self._silent
+        self._reports = {self.own: self._report()}
+        self._send_to_all(self._asked, {"prepare": True, "ballot": self._promised})
+
+    def _take_proposal(self, sender: int, ballot: Ballot) -> None:
+        known = {member for attempt in self._attempts for member in attempt.members} | set(self.view.members)
+        if self.view != NO_VIEW and sender not in known:
+            return self._send_to(sender, {"exclude": True, "ballot": self.view.ballot})
+        self._highest = max(self._highest, ballot[0])
+        if ballot <= self._promised:
+            return self._send_to(sender, {"refuse": self._promised[0], "ballot": ballot})
+        self._drop_proposal()
+        self._promised, self._accepted, self.is_changing = ballot, None, True
+        self._send_to(sender, {"promise": self._report().as_json(), "ballot": ballot})
+        return None
+
+    def _report(self) -> Report:
+        ended, silent = frozenset(self._ended), frozenset(self._silent)
+        return Report(self.view, tuple(self._attempts), self.committed, self.is_ready, ended, silent)
+
+    def _give_up_waiting(self, now: float) -> None:
+        """Goes on without workers that this one hears, and that do not answer: it may be that they do not hear it."""
+        decision, self._proposed_at = self._decision, now
+        if decision is None:
+            self._asked &= self._reports.keys() if self._reports else set()
+            return
+        for worker in set(decision.view.members) - self._has_accepted:
+            self.joining.pop(worker, None)
+            self._silent.add(worker)
+        self._drop_proposal()
+
+    def _proceed(self, now: float) -> None:
+        """Goes on with a proposal of this worker as far as possible."""
+        reports, decision = self._reports, self._decision
+        if reports is None:
+            return
+        if decision is None:
+            for report in reports.values():
+                self._ended |= report.ended
+            if not reports.keys() >= self._asked - self._ended - self._silent:
+                return
+            outcome = decide(self._promised, reports)
+            if isinstance(outcome, NoMajority):
+                self.obstacle = outcome
+                return self._drop_proposal()
+            if self.own not in outcome.view.members:
+                return self._drop_proposal()
+            decision = self._decision = self._accepted = outcome
+            self._attempts.append(decision.view)
+            self._proposed_at = now
+            self._has_accepted = {self.own}
+            message = {"accept": _as_json(decision.view), "step": decision.step, "ballot": self._promised}
+            self._send_to_all(decision.view.members, message)
+        if self._has_accepted.issuperset(decision.view.members):
+            ballot = self._promised
+            others = (self._asked | set(self.view.members)) - set(decision.view.members)
+            self._send_to_all(decision.view.members, {"install": True, "ballot": ballot})
+            self._send_to_all(others, {"exclude": True, "ballot": ballot})
+            self._install(decision)
+        return None
+
+    def _answer_if_it_can(self, proposer: int) -> None:
+        decision = self._accepted
+        if decision is not None and self.committed + self.is_ready >= decision.step:
+            self._send_to(proposer, {"accepted": True, "ballot": decision.view.ballot})
+
+    def _install(self, decision: Decision) -> None:
+        self._drop_proposal()
+        if self.committed < decision.step:
+            self._commit()
+        self.is_ready = self.is_changing = self._plans_change = False
+        self._ready = set()
+        self.view, self._attempts, self._accepted, self.obstacle = decision.view, [], None, None
+        self.joining = {worker: step for worker, step in self.joining.items() if worker not in self.view.members}
+        if self.view.members and (self._ended | self._silent) & set(self.view.members):
+            self.is_changing = True  # a member was lost while the view was decided
+        early, self._ready_in_later_views = self._ready_in_later_views, []
+        for sender, message in early:
+            self._take_ready(sender, message)
+
+    def _drop_proposal(self) -> None:
+        self._reports = self._decision = None
+        self._has_accepted = set()
+
+    def _send_to_all(self, workers: Iterable[int], message: dict[str, Any]) -> None:
+        for worker in sorted(workers):
+            if worker != self.own:
+                self._send_to(worker, message)
+
+
+def _ballot(message: dict[str, Any]) -> Ballot:
+    number, proposer = message["ballot"]
+    return int(number), int(proposer)
+
+
+def _as_json(view: View) -> dict[str, Any]:
+    return {"ballot": list(view.ballot), "members": list(view.members)}

@@ -1,0 +1,38 @@
+"""Errors of a worker that cannot train on, although others may."""
+
+from tfdist.exchange.exchange_errors import ExchangeError
+from tfdist.membership.decisions import NoMajority
+
+
+class ExcludedWorkerError(ExchangeError):
+    """The other workers go on without this one.
+
+    Args:
+        rank: The rank of this worker.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"The other workers train on without worker {rank}. Received: their decision, made while they did not hear "
+            "this worker. Expected: a worker answers within the limit of silence. It was frozen, or its network was "
+            "cut; start it again, and it joins them."
+        )
+
+
+class NoMajorityError(ExchangeError):
+    """Too few workers are left to know that the others do not go on.
+
+    Args:
+        obstacle: Who is left of which view.
+        seconds: How long this worker has waited.
+    """
+
+    def __init__(self, obstacle: NoMajority, seconds: float) -> None:
+        missing = [rank for rank in obstacle.members if rank not in (*obstacle.present, *obstacle.ended)]
+        super().__init__(
+            f"Too few workers are left to train on. Received: of the workers {list(obstacle.members)} only "
+            f"{list(obstacle.present)} hear each other, {list(obstacle.ended)} have ended, and {missing} have been "
+            f"silent for more than {seconds:g} s and may train without them. Expected: more than half of those that "
+            "have not ended, or half with the first of them. Repair the network, and restart the workers together; "
+            "with the callback FailureRecovery they resume."
+        )
