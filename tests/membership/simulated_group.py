@@ -1,4 +1,4 @@
-"""Workers that agree, on a simulated network: every order of messages, losses at every point, and what they have computed."""
+"""Workers that agree, on a simulated network: any order of messages, losses at any point, and what they compute."""
 
 import collections
 import random
@@ -7,7 +7,7 @@ from typing import Any
 from tfdist.membership.agreement import Agreement
 from tfdist.membership.decisions import NO_VIEW, View
 
-_TICK_SECONDS = 0.05
+_TICK_SECONDS = 0.02
 
 
 class SimulatedWorker:
@@ -43,7 +43,10 @@ class SimulatedWorker:
         for worker in view.members:
             if worker != self.number:
                 self.group.send(self.number, worker, message)
+        before = view, self.agreement.committed
         self._take_data(self.number, view.ballot, self.agreement.committed + 1)
+        if self.number in self.group.workers:
+            self.follow(before)
 
     def take(self, sender: int, message: dict[str, Any]) -> None:
         """Takes a message from the network."""
@@ -67,6 +70,9 @@ class SimulatedWorker:
         agreement = self.agreement
         if ballot != agreement.view.ballot or agreement.is_changing:
             return  # the exchanges of an earlier view, or of one that ends, are interrupted
+        if step == agreement.committed + 2:  # it waits in the connection
+            self.early.append((sender, ballot, step))
+            return
         assert step == agreement.committed + 1, (self.number, sender, step, agreement.committed)
         self.contributed.add(sender)
         if self.contributed.issuperset(agreement.view.members):
@@ -86,10 +92,13 @@ class SimulatedWorker:
                 self.send_state(worker)
         if agreement.view != view:
             self.contributed, self.has_contributed, self.view_of_sums = set(), False, None
+        if (agreement.view, agreement.committed) != before:
             early, self.early = self.early, []
             for sender, ballot, step in early:
                 if ballot == agreement.view.ballot:
+                    now = agreement.view, agreement.committed
                     self._take_data(sender, ballot, step)
+                    self.follow(now)
         assert len(self.state) == agreement.committed, (self.number, len(self.state), agreement.committed)
 
     def send_state(self, worker: int) -> None:
@@ -140,6 +149,9 @@ class SimulatedGroup:
     def join(self, number: int) -> None:
         """Starts a worker that joins."""
         self.workers[number] = SimulatedWorker(self, number, NO_VIEW)
+        self._ask_for_state(number)
+
+    def _ask_for_state(self, number: int) -> None:
         for other in [*self.workers]:
             if other != number:
                 self.send(number, other, {"joins": -1})
@@ -164,6 +176,8 @@ class SimulatedGroup:
             for worker in [*self.workers.values()]:
                 if worker.number not in self.stopped and worker.number in self.workers:
                     before = worker.agreement.view, worker.agreement.committed
+                    if worker.agreement.view == NO_VIEW and self.random.random() < 0.02:
+                        self._ask_for_state(worker.number)
                     worker.agreement.tick(self.now)
                     if worker.number in self.workers:
                         worker.follow(before)
@@ -177,6 +191,7 @@ class SimulatedGroup:
         worker = self.workers.get(receiver)
         if worker is None or (sender, receiver) in self.cut:
             return
+        worker.agreement.hears(sender)
         if "ended" in message:
             before = worker.agreement.view, worker.agreement.committed
             worker.agreement.has_ended(sender)

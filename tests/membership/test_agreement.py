@@ -44,13 +44,14 @@ def test_workers_join_and_end():
         group.run(group.random.randrange(300))
         joined = 3
         for _ in range(6):
-            if group.random.random() < 0.5 and len(group.workers) > 1:
+            trains = [number for number, worker in group.workers.items() if number in worker.agreement.view.members]
+            if group.random.random() < 0.5 and len(trains) > 1:
                 group.kill(group.random.choice(sorted(group.workers)))
             else:
                 group.join(joined)
                 joined += 1
             group.run(group.random.randrange(800))
-        group.run(2500)
+        group.run(5000)
         before = group.steps()
         group.run(1500)
         assert group.steps() > before, seed

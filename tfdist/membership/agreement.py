@@ -200,7 +200,8 @@ class Agreement:
         return self._leader() == self.own
 
     def _can_take_in(self) -> bool:
-        return any(step >= self.committed - 1 for step in self.joining.values())
+        heard = [worker for worker in self.joining if worker not in self._silent]
+        return any(self.joining[worker] >= self.committed - 1 for worker in heard)
 
     def _propose(self) -> None:
         self._highest = max(self._highest, self._promised[0]) + 1

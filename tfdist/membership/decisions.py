@@ -104,7 +104,7 @@ def decide(ballot: Ballot, reports: Mapping[int, Report], lag_of_joiners: int = 
     Args:
         ballot: The ballot of the proposal.
         reports: What the workers have answered, by their numbers.
-        lag_of_joiners: The number of steps by which a worker that joins may be behind: it receives their sums.
+        lag_of_joiners: The number of steps by which a worker that joins may be behind what others have committed.
 
     >>> old = View((1, 0), (0, 1, 2))
     >>> decide((2, 1), {1: Report(old, committed=7), 2: Report(old, committed=6, is_ready=True)})
@@ -120,10 +120,11 @@ def decide(ballot: Ballot, reports: Mapping[int, Report], lag_of_joiners: int = 
     latest = max((report.view for report in reports.values()), default=NO_VIEW)
     step = max((report.committed for report in trained.values()), default=0)
     trained = {number: report for number, report in trained.items() if report.committed + report.is_ready >= step}
-    if trained and all(report.view == latest and _has_next(report, step) for report in trained.values()):
-        step += 1
     joins = [number for number in chosen if reports[number].view == NO_VIEW]
     joins = [number for number in joins if reports[number].committed >= step - lag_of_joiners]
+    if trained and all(report.view == latest and _has_next(report, step) for report in trained.values()):
+        # Workers that join cannot have this step before the others have committed it, which they do in the next view.
+        step, joins = step + 1, []
     attempts = {attempt for report in reports.values() for attempt in report.attempts if attempt > latest}
     for view in [latest, *sorted(attempts)]:
         counted = [number for number in view.members if number not in ended]
