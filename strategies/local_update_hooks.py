@@ -43,6 +43,8 @@ def local_mode_of(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool =
 
 def begin_epoch(strategy: Any, training: bool, knows_end: bool) -> None:
     """Lets workers that train by themselves draw batches without asking each other, where that is possible."""
+    if strategy.metric_totals is not None:
+        strategy.metric_totals.clear()
     if strategy.local_updates is None:
         return
     strategy.local_updates.begin_epoch(knows_end=training and knows_end)

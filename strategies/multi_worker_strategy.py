@@ -52,6 +52,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.shown_batches import draws_common_batches
+from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.step_transactions import StepTransactions
 from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
@@ -165,9 +166,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._is_elastic = elastic and self.num_workers > 1
         self._row_shares = self._shares_of(balancing, shares)
         if self._is_elastic:
+            self.metric_totals = MetricTotals()
             self._transactions = StepTransactions(
                 exchange_start.membership(), lambda: boundary.exchange.failure, self._connect
             )
+            boundary.run_alone = self._transactions.run_alone
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
             self._local_updates = LocalUpdates(self, local_mode, samples_of_step)
@@ -284,6 +287,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _connect(self, view: Any) -> None:
         exchange_start.connect(view)
         self._row_shares.give_rows_to(view.members)
+        self.metric_totals.divide(is_first=self.rank == view.members[0])
 
     def step_function(self, model: Any, name: str, function: Any) -> Any:
         """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
@@ -310,7 +314,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         for optimizer in optimizers_of(model):
             state = OptimizerState(optimizer)
             found += [*state.variables, *state.accumulators]
-        return [one for variable in found for one in components(self, variable)] + [self._row_shares._state]
+        return [one for variable in found for one in components(self, variable)] + [
+            self._row_shares._state,
+            *self.metric_totals.variables,
+        ]
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.

@@ -62,6 +62,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     Put it before TensorFlow's class in the list of bases.
     """
 
+    metric_totals: Any = None
     has_read_number = False  # whether the user's code has read the number of replicas
 
     def _configure(

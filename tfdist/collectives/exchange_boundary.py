@@ -52,6 +52,7 @@ class ExchangeBoundary:
     def __init__(self, exchange: Exchange) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self.exchange = exchange
+        self.run_alone: Callable[[Callable[[], tf.Tensor]], tf.Tensor] | None = None  # an exchange outside of a function
         self.join_again: Callable[..., Exchange] | None = None  # connects with the members of another view
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
@@ -180,6 +181,8 @@ class ExchangeBoundary:
                     else:
                         lane = self._background.add(in_background)
                         self._lanes[in_background] = lane
+        if self.run_alone is not None and tf.executing_eagerly():
+            return self.run_alone(lambda: lane.exchange(kind, tensor, limit_seconds or 0.0))
         return lane.exchange(kind, tensor, limit_seconds or 0.0)
 
 

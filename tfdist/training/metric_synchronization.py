@@ -13,6 +13,7 @@ from tfdist.keras_internals.model_introspection import batch_statistics, metric_
 from tfdist.keras_internals.step_logs import can_be_averaged, differs, metric_results, possible_results
 from tfdist.tensorflow_internals.collective_launcher import with_fixed_shapes
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import ReplicaStep
 
 # Metric states up to this size are sent after each step. Larger ones (a confusion matrix of 1,000 classes) are sent at
@@ -36,7 +37,13 @@ class PartialResult:
 
 
 def synchronize_results(
-    model: Any, step: ReplicaStep, parts: Sequence[PartialResult], *, training: bool, report: Any = None
+    model: Any,
+    step: ReplicaStep,
+    parts: Sequence[PartialResult],
+    *,
+    training: bool,
+    report: Any = None,
+    stored: MetricTotals | None = None,
 ) -> tuple[Any, Any]:
     """Synchronizes the metrics, logs and batch statistics of `model` after a step, with one collective for each dtype.
 
@@ -47,7 +54,8 @@ def synchronize_results(
     statistics over all batches. They are then equal on all replicas and in the chief's checkpoints.
 
     `parts` are the results of the replica's micro-batches in their order, or the only one. A training step updates
-    batch statistics. A `report`, a float32 tensor, is added up over the replicas, too.
+    batch statistics. A `report`, a float32 tensor, is added up over the replicas, too. The sums of the metrics' states
+    are `stored`, on one replica of each worker.
 
     Returns:
         The logs over all replicas, in the structure of the step's logs, and the sum of the reports.
@@ -74,6 +82,8 @@ def synchronize_results(
     )
     reported = None if report is None else shared.pop()
     totals, shared = shared[: len(metrics)], shared[len(metrics) :]
+    if stored is not None:
+        stored.store(metrics, totals)
     for variable, value in zip(statistics, shared, strict=False):
         variable.assign(value)
     shared = shared[len(statistics) :]

@@ -80,7 +80,14 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             if shared is None:
                 return synchronize_results(model, step, results, training=training)[0]
             shared.end_timing(model, step)
-            logs, report = synchronize_results(model, step, results, training=training, report=shared.report(step))
+            logs, report = synchronize_results(
+                model,
+                step,
+                results,
+                training=training,
+                report=shared.report(step),
+                stored=strategy.metric_totals if replica_data is parts[0] else None,
+            )
             shared.check(report)
             return logs, report
 

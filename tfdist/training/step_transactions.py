@@ -1,4 +1,4 @@
-"""Steps that are written on all workers that go on, or on none: what one has written is taken back if another is lost."""
+"""Steps that are written on all workers that go on, or on none: what was written is taken back if one is lost."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
 from tfdist.membership.decisions import View
 from tfdist.membership.membership import Membership
+from tfdist.utils.temporary_values import setting_attributes
 
 _Result = TypeVar("_Result")
 
@@ -30,7 +31,12 @@ class StepTransactions:
     ) -> None:
         self._membership, self._failure, self._connect = membership, failure, connect
         self._view = membership.view
+        self._is_running = False
         self.lost_workers = self.repeated_steps = 0
+
+    def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
+        """Runs an exchange; outside of a step it is one by itself."""
+        return exchange() if self._is_running else self.run(exchange, ())
 
     def run(self, step: Callable[[], _Result], variables: Sequence[tf.Variable]) -> _Result:
         """Runs a step, which all workers run, until it counts.
@@ -47,7 +53,8 @@ class StepTransactions:
             with tf.init_scope():
                 before = [variable.read_value() for variable in variables]  # shares the memory until a step writes it
             try:
-                result = step()
+                with setting_attributes(self, _is_running=True):
+                    result = step()
             except (ExchangeError, tf.errors.OpError) as error:
                 lost = self._failure()
                 if not isinstance(lost, WorkerLostError):

@@ -1,0 +1,45 @@
+"""The states of metrics over all workers after each step, so that a lost worker's samples stay in them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+
+
+class MetricTotals:
+    """A copy of the sum of each metric's state over all replicas, on each worker."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, tuple[Any, Any]] = {}  # a Keras variable, and its sum, by the identity of the first
+
+    @property
+    def variables(self) -> list[Any]:
+        """The sums."""
+        return [total for _, total in self._totals.values()]
+
+    def store(self, variables: Sequence[Any], totals: Sequence[tf.Tensor]) -> None:
+        """Stores the sums after a step, on one replica of this worker."""
+        for variable, total in zip(variables, totals, strict=True):
+            if id(variable) not in self._totals:
+                with tf.init_scope():
+                    made = ResourceVariable(tf.zeros(total.shape, total.dtype), trainable=False)
+                self._totals[id(variable)] = variable, made
+            self._totals[id(variable)][1].assign(total)
+
+    def clear(self) -> None:
+        """Forgets the sums: the metrics are reset."""
+        for total in self.variables:
+            total.assign(tf.zeros_like(total))
+
+    def divide(self, *, is_first: bool) -> None:
+        """Gives the sums to the first of the workers that are left, and nothing to the others."""
+        for variable, total in self._totals.values():
+            for number, local in enumerate(_local(variable)):
+                local.assign(total if is_first and number == 0 else tf.zeros_like(total))
+
+
+def _local(variable: Any) -> Sequence[Any]:
+    value = variable.value
+    return tuple(getattr(value, "values", (value,)))
