@@ -114,14 +114,14 @@ class Membership:
             self._wait_until(lambda: not self._agreement.is_changing)
             return self._agreement.view
 
-    def report_failure(self, rank: int, patience_seconds: float = 1.0) -> None:
-        """An exchange with a worker has failed: waits until the membership notices why.
+    def report_failure(self, view: View, rank: int, patience_seconds: float = 1.0) -> None:
+        """An exchange with a worker has failed in a view: waits until the membership notices why.
 
         If it does not, the worker counts as silent: it is there, and its exchange is broken.
         """
         agreement = self._agreement
         with self._changed:
-            if not self._changed.wait_for(lambda: agreement.is_changing, patience_seconds):
+            if not self._changed.wait_for(lambda: agreement.is_changing or agreement.view != view, patience_seconds):
                 agreement.does_not_hear(rank)
                 self._note_change()
 

@@ -60,7 +60,7 @@ class StepTransactions:
                 if not isinstance(lost, WorkerLostError):
                     raise
                 self._take_back(variables, before)
-                self._membership.report_failure(lost.rank)
+                self._membership.report_failure(self._view, lost.rank)
                 del error
             else:
                 if self._membership.commit():
@@ -74,7 +74,7 @@ class StepTransactions:
             try:
                 self._connect(view)
             except WorkerLostError as error:
-                self._membership.report_failure(error.rank)
+                self._membership.report_failure(view, error.rank)
                 continue
             self.lost_workers += len(set(self._view.members) - set(view.members))
             self._view = view
