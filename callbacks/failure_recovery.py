@@ -101,7 +101,8 @@ class FailureRecovery(LastCallback):
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many epochs. Defaults to 1 if no interval is given.
             keep: How many checkpoints to keep at least; after a restart there may be up to `2 * keep - 1`.
-            peer_timeout_seconds: How long the chief waits for the other workers' parts of a checkpoint.
+            peer_timeout_seconds: How long the chief waits for the other workers' parts of a checkpoint, and they for
+                the chief before training begins.
             background: Whether to write in the background. If False, a step waits until its checkpoint is on disk.
             replay_data: Whether to draw data without a position, such as a Python generator, again from its beginning
                 to return to the position. If False, such data is an error.
@@ -134,6 +135,7 @@ class FailureRecovery(LastCallback):
         rank, num_workers = rank_and_num_workers(strategy)
         warn_untested_on_tpu(strategy)
         self._coordination = WorkerCoordination(rank, num_workers)
+        self._coordination.wait_for_chief(self._store.peer_timeout_seconds)
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
         timeout = self._store.peer_timeout_seconds

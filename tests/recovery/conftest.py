@@ -49,6 +49,10 @@ class KeyValueStore:
         self._raise_if_gone()
         return self.values[key]
 
+    def is_published(self, key, within_seconds):
+        with self._changed:
+            return self._changed.wait_for(lambda: key in self.values, within_seconds)
+
     def _raise_if_gone(self):
         if self.is_gone.is_set():
             raise tf.errors.UnavailableError(None, None, "Connection reset by peer")
