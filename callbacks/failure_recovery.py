@@ -12,8 +12,7 @@ from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
-from tfdist.data_position.resumable_iterator import patch_epoch_iterator
-from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
+from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit

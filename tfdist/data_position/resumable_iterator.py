@@ -7,16 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.data_position.data_comparison import check_same_data
-from tfdist.data_position.dataset_source import ArraySource, DatasetSource, SelectableSource
-from tfdist.data_position.generator_source import GeneratorSource, WorkerDatasetSource
-from tfdist.data_position.position import Json, Position, logs_to_save
+from tfdist.data_position.dataset_source import (
+    ArraySource,
+    DatasetSource,
+    GeneratorSource,
+    SelectableSource,
+    WorkerDatasetSource,
+)
+from tfdist.data_position.position import Json, Position, check_same_data, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import (
     RunningFit,
     fit_validating_with,
     register_training_iterator,
+    running_fit,
     track_running_fits,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
@@ -293,6 +298,31 @@ class ResumableIterator(EpochIteratorMixin):
             self.drop_iterator()  # the next epoch creates it
 
 
+def training_iterator(model: Any) -> ResumableIterator:
+    """Returns the training data of the running `fit` of `model`. Call this in `on_train_begin` or later.
+
+    The first call of a `fit` warns about data whose order another process cannot repeat.
+
+    Raises:
+        RuntimeError: If no `fit` of `model` runs in this thread, or it began before `patch_epoch_iterator`.
+    """
+    fit = _running_fit(model)
+    iterator: ResumableIterator = fit.iterator
+    iterator.track_position(fit)
+    return iterator
+
+
+def start_at_epoch(model: Any, epoch: int | None) -> None:
+    """Makes the running `fit` of `model`, and no later one, begin with `epoch`. Call this in `on_train_begin`.
+
+    With epoch 0 or `None`, `fit` begins with its `initial_epoch`.
+
+    Raises:
+        RuntimeError: If no `fit` of `model` runs in this thread, or it began before `patch_epoch_iterator`.
+    """
+    _running_fit(model).start_at_epoch(epoch)
+
+
 def _warn_of_resharding() -> None:
     warnings.warn(
         "The number of workers has changed since the checkpoint, and each worker reads different data: by files, or by "
@@ -302,3 +332,15 @@ def _warn_of_resharding() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _running_fit(model: Any) -> RunningFit:
+    fit = running_fit(model)
+    if fit is None or not isinstance(fit.iterator, ResumableIterator):
+        raise RuntimeError(
+            "The training data of a model is known only while `fit` runs. Received: a model "
+            f"({getattr(model, 'name', model)!r}) that is not being trained, or whose `fit` began before tfdist "
+            "patched Keras. Expected: a call in a callback, in `on_train_begin` or later, and "
+            "`patch_epoch_iterator()` before `fit`."
+        )
+    return fit
