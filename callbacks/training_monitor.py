@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
+from tfdist.callbacks.communication_report import ExchangeTimingCallback
 from tfdist.callbacks.failure_recovery import FailureRecovery
 from tfdist.callbacks.strategy_support import check_strategies_early
 from tfdist.collectives import CommunicationStats, ExchangeDurations
