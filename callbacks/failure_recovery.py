@@ -4,6 +4,8 @@ import os
 import secrets
 import sys
 import threading
+import time
+from dataclasses import asdict
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
@@ -17,7 +19,6 @@ from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
-from tfdist.recovery.checkpoint_saver import CheckpointSaver
 from tfdist.recovery.preemption import PreemptionHandler, exit_process
 from tfdist.recovery.random_generators import drawn_before_fit
 from tfdist.recovery.ray_train_notices import RayTrainNotices
@@ -143,7 +144,7 @@ class FailureRecovery(LastCallback):
             warn_lost_callback_state(self.others)
             self._lock_directory()
             self._state.check_workers_see(self._store.directory)
-        sequence, attempt = self._coordination.broadcast("resume", self._choose() if rank == 0 else None)
+        sequence, self._attempt = self._coordination.broadcast("resume", self._choose() if rank == 0 else None)
         self._restored: Checkpoint | None = None
         self._reports_resume_cost = False
         self._was_complete = self._is_terminated_by_nan = False
@@ -153,10 +154,7 @@ class FailureRecovery(LastCallback):
         if sequence is not None:
             self._resume(open_chosen_checkpoint(self._store, sequence, rank))
         self._learning_rates.mark_trained()
-        sequence = 0 if sequence is None else sequence + 1
-        self._saver = CheckpointSaver(
-            self._state, self._iterator, self._store, self._writer, self._coordination, attempt, sequence, self._drawn
-        )
+        self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         fit = running_fit(self.model)
         self._preemption = PreemptionHandler(
@@ -286,10 +284,44 @@ class FailureRecovery(LastCallback):
         )
 
     def _save(self) -> None:
+        """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this."""
+        rank, num_workers, progress = self._coordination.rank, self._coordination.num_workers, self._progress
+        # What is written must not change with `self`, which a later `fit` may use while an earlier one still writes.
+        store, sequence, attempt = self._store, self._next_sequence, self._attempt
         on_written = None if self._heartbeat is None else self._heartbeat.saved
-        self.stall_seconds += self._saver.save(
-            self._progress, self._logs, self._learning_rates.values, on_written, background=self._background
-        )
+        metadata = {
+            "progress": asdict(progress),
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "learning_rates": self._learning_rates.values,
+            "drawn": self._drawn,
+        }
+        self._state.wait_for_steps()
+        started = time.perf_counter()
+        position = self._iterator.position(progress.next_step, self._logs)
+        self._writer.wait()  # the next snapshot overwrites what it writes
+        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
+        self._next_sequence += 1
+
+        def write() -> None:
+            snapshot.finish()
+            store.save(
+                sequence,
+                attempt,
+                rank=rank,
+                num_ranks=num_workers,
+                rank_shard=snapshot.rank,
+                shared_shard=snapshot.shared,
+                metadata=metadata,
+                worker_files=snapshot.worker_files,
+            )
+            if on_written is not None and rank == 0:  # the chief's write ends after those of all ranks
+                on_written(sequence, progress.step)
+
+        self._writer.submit(write)
+        if not self._background:
+            self._writer.wait()
+        self.stall_seconds += time.perf_counter() - started
         self._schedule.saved()
         self.saves += 1
 
