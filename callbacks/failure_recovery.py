@@ -19,9 +19,8 @@ from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
-from tfdist.recovery.preemption import PreemptionHandler, exit_process
+from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices, exit_process
 from tfdist.recovery.random_generators import drawn_before_fit
-from tfdist.recovery.ray_train_notices import RayTrainNotices
 from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     is_terminated_by_nan,

@@ -12,7 +12,7 @@ from small_training import INPUTS, TARGETS, assert_same, fit, small_model
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.checkpoint import CheckpointStore
-from tfdist.recovery.ray_train_notices import RayTrainNotices
+from tfdist.recovery.preemption import RayTrainNotices
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

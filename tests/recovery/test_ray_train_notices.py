@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tfdist.recovery import save_schedule
-from tfdist.recovery.ray_train_notices import RayTrainNotices
+from tfdist.recovery.preemption import RayTrainNotices
 
 
 class Notice(types.SimpleNamespace):
