@@ -166,26 +166,15 @@ class RayTrainNotices:
         are_given: Whether this training runs in workers of Ray Train, which get notices.
     """
 
-    def __init__(
-        self,
-        question: Callable[[], Any] | None,
-        coordination: WorkerCoordination,
-        step: int,
-        *,
-        seconds_between_questions: float = _SECONDS_BETWEEN_QUESTIONS,
-    ) -> None:
+    def __init__(self, question: Callable[[], Any] | None, coordination: WorkerCoordination, step: int) -> None:
         """Begins at `step`, the number of steps since the training began.
 
-        Args:
-            question: `ray.train.get_preemption_info`: returns None or a notice, the same to all workers. None where
-                nobody gives notices.
-            coordination: The coordination between the workers, used by nothing else.
-            step: The number of steps since the training began.
-            seconds_between_questions: How often to ask.
+        `question` is `ray.train.get_preemption_info`, which returns None or a notice, the same to all workers; None
+        where nobody gives notices. Nothing else uses `coordination`.
         """
         self.are_given = question is not None
         self._question, self._is_chief = question, coordination.rank == 0
-        self._schedule = SaveSchedule(SaveInterval(seconds=seconds_between_questions), coordination, step)
+        self._schedule = SaveSchedule(SaveInterval(seconds=_SECONDS_BETWEEN_QUESTIONS), coordination, step)
         self._known: Any = None
 
     @staticmethod
