@@ -16,17 +16,16 @@ from tfdist.recovery.callback_state import (
     restore_callbacks,
     save_callbacks,
 )
-from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.random_generators import (
     check_python_and_numpy,
     python_and_numpy_state,
     restore_python_and_numpy,
 )
 from tfdist.recovery.resharding import is_replica_name, merge_ranks
+from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
 from tfdist.recovery.variable_names import NamedVariables
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_of
-from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import open_worker_tensors
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
 from tfdist.training.strategy_protocol import training_strategy

@@ -16,7 +16,6 @@ from tfdist.recovery.compatibility import (
     saved_specs,
 )
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
-from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.random_generators import create_generators
 from tfdist.recovery.resharding import (
     AccumulationProgress,
@@ -25,6 +24,7 @@ from tfdist.recovery.resharding import (
     replica_name,
     reshard,
 )
+from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
 from tfdist.recovery.variable_names import (
     ACCUMULATORS,
     EXACT_WEIGHTS,
@@ -33,7 +33,6 @@ from tfdist.recovery.variable_names import (
     NamedVariables,
     variable_specs,
 )
-from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import assign_all, multiply
 from tfdist.training.strategy_protocol import training_strategy
 
