@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.checkpoint import CheckpointError
-from tfdist.checkpoint.worker_files import record_worker_files
+from tfdist.checkpoint.sharded_save import record_worker_files
 from tfdist.recovery import variable_copies, worker_calls
 from tfdist.recovery.variable_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import assign_all, open_worker_tensors

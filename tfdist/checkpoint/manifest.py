@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ FORMAT = 3
 FORMAT_WITH_WORKER_FILES = 4  # earlier versions of tfdist would take such a checkpoint for a corrupt one
 MANIFEST_FILE = "manifest.json"
 SHARED_FILE = "shared.safetensors"
+# TensorFlow's names of the two files of a bundle of tensors, here that of a task.
+_WORKER_FILE = re.compile(r"[A-Za-z0-9_]+-\d+\.(index|data-\d{5}-of-\d{5})")
 
 
 def rank_file(rank: int) -> str:
@@ -25,6 +28,15 @@ def rank_file(rank: int) -> str:
     'rank-3.safetensors'
     """
     return f"rank-{rank}.safetensors"
+
+
+def is_worker_file(name: str) -> bool:
+    """Whether a file of a checkpoint has the name of one that a worker writes.
+
+    >>> is_worker_file("worker-3.data-00000-of-00001"), is_worker_file("rank-3.safetensors")
+    (True, False)
+    """
+    return _WORKER_FILE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
