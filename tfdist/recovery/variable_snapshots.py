@@ -75,12 +75,10 @@ class VariableSnapshots:
     """
 
     def __init__(self, model: Any, copies: HostCopies | WorkerCopies | None = None) -> None:
-        """Reads `model`. Variables that are created later are found, too.
+        """Reads a compiled model. Variables that are created later are found, too.
 
-        Args:
-            model: A compiled Keras model.
-            copies: Makes the copies when its `finish` is called. None: copies are made at once, in new memory.
-                Those that `WorkerCopies` makes on workers are not returned.
+        `copies` makes the copies when its `finish` is called. None: copies are made at once, in new memory. Those that
+        `WorkerCopies` makes on workers are not returned.
         """
         self._model = model
         self._copies = copies
@@ -95,9 +93,8 @@ class VariableSnapshots:
     def build(self, element_spec: Any = None) -> None:
         """Creates the variables that Keras would create in the first step. Call this before `check`.
 
-        Args:
-            element_spec: The spec of the batches, as `tf.data.Dataset.element_spec` or that of a distributed dataset.
-                Not needed if model, losses and metrics are built, as Keras does before training under a strategy.
+        `element_spec` is that of the plain or distributed dataset. It is not needed if model, losses and metrics are
+        built, as Keras does before training under a strategy.
 
         Raises:
             RuntimeError: If variables are missing and the shapes of a batch are not known.
@@ -106,35 +103,25 @@ class VariableSnapshots:
         if (updates := self._local_updates) is not None:
             updates.prepare(updating_optimizers(self._model))  # their variables, as the first update would
 
-    def shared(self) -> Arrays:
-        """Returns copies of what is equal on all replicas."""
-        return self._shared(NamedVariables(self._model))
-
     def per_replica(self) -> Arrays:
         """Returns copies of the values of each local replica, including metrics."""
         return self._per_replica(NamedVariables(self._model))
 
-    def description(self) -> Json:
-        """Returns what else is needed to check and restore a checkpoint, as JSON; the same on all ranks.
-
-        Its `accumulation_steps` is the number of micro-steps per update of the model's optimizer.
-        """
-        return self._description(NamedVariables(self._model))
-
     def snapshot(self) -> tuple[Arrays, Arrays, Json]:
-        """Returns `shared`, `per_replica` and `description` in one pass over the variables."""
+        """Returns copies of what is equal on all replicas, `per_replica`, and a description.
+
+        The description is what else is needed to check and restore a checkpoint, as JSON; the same on all ranks. Its
+        `accumulation_steps` is the number of micro-steps per update of the model's optimizer.
+        """
         named = NamedVariables(self._model)
-        return self._shared(named), self._per_replica(named), self._description(named)
+        shared = self._copy({name: variable.components[0] for name, variable in named.shared.items()})
+        return shared, self._per_replica(named), self._description(named)
 
     def check(self, shared: Arrays, per_replica: Arrays, description: Json) -> None:
         """Compares a checkpoint with this training, without changing a variable.
 
-        Optimizers that the first step would build (of a model with several) are built as in the checkpoint.
-
-        Args:
-            shared: The saved `shared` values.
-            per_replica: The saved `per_replica` values of this rank; of any rank if the number of replicas differs.
-            description: The saved `description`.
+        Optimizers that the first step would build (of a model with several) are built as in the checkpoint. The
+        arguments are what was saved; `per_replica` is that of any rank if the number of replicas differs.
 
         Raises:
             ValueError: If the optimizer, a variable or the compression differs; the message names the first
@@ -169,13 +156,10 @@ class VariableSnapshots:
     def restore_per_replica(self, per_replica: Arrays, description: Json) -> None:
         """Restores the values of each replica, without the metrics.
 
-        If the replicas are those of the checkpoint, each gets its own values. Otherwise accumulators and residuals
-        keep their sums over all replicas, moving statistics become the mean (they are equal under tfdist's
-        strategies), and all seed generators resume at the state of replica 0.
-
-        Args:
-            per_replica: The values of this rank; of all ranks (`merge_ranks`) if the number of replicas differs.
-            description: The saved `description`.
+        If the replicas are those of the checkpoint, each gets its own values of this rank. Otherwise those of all ranks
+        (`merge_ranks`) are needed: accumulators and residuals keep their sums over all replicas, moving statistics
+        become the mean (they are equal under tfdist's strategies), and all seed generators resume at the state of
+        replica 0.
 
         Raises:
             ValueError: If the values of needed ranks are missing.
@@ -229,9 +213,6 @@ class VariableSnapshots:
             ],
             "paths": {name: variable.path for name, variable in variables.items()},
         }
-
-    def _shared(self, named: NamedVariables) -> Arrays:
-        return self._copy({name: variable.components[0] for name, variable in named.shared.items()})
 
     def _per_replica(self, named: NamedVariables) -> Arrays:
         first = self._first_replica
