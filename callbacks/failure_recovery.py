@@ -5,7 +5,7 @@ import secrets
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
@@ -229,7 +229,7 @@ class FailureRecovery(LastCallback):
                 warn_terminated_by_nan(self._progress.step, self._store.directory)
         elif not self._was_complete:
             stopped = bool(self.model.stop_training)
-            self._progress = self._progress.finished(stopped=stopped, requested_epochs=self._epochs)
+            self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
             self._save()
             self._writer.wait()
         self._preemption.close()
@@ -267,7 +267,7 @@ class FailureRecovery(LastCallback):
             if rank == 0:
                 warn_training_complete(progress, epochs, self._store.directory)
         else:
-            progress = progress.resumed()
+            progress = replace(progress, stopped=False, requested_epochs=None)
             resume_data(self._iterator, checkpoint, rank, num_workers, replay=self._replay_data)
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)

@@ -48,10 +48,8 @@ class PreemptionHandler:
     ) -> None:
         """Handles nothing until `listen`, and no signals until `install`.
 
-        Args:
-            coordination: The coordination between the workers.
-            is_in_fit: Returns whether `fit` called the frame that a signal interrupts. None: every frame counts.
-            requested: Any thread may set it, before or during the training, to make all workers exit.
+        `is_in_fit` returns whether `fit` called the frame that a signal interrupts; None: every frame counts. Any
+        thread may set `requested`, before or during the training, to make all workers exit.
         """
         self._coordination, self._is_in_fit = coordination, is_in_fit
         self._signalled = threading.Event() if requested is None else requested
@@ -65,11 +63,7 @@ class PreemptionHandler:
             threading.Thread(target=self._wait_for_proposal, name="tfdist-preemption", daemon=True).start()
 
     def install(self) -> bool:
-        """Sets the handlers.
-
-        Returns:
-            Whether the handlers are set: only the main thread can set them.
-        """
+        """Sets the handlers. Returns whether they are set: only the main thread can set them."""
         can_handle = threading.current_thread() is threading.main_thread()
         if can_handle:
             self._previous = {number: _outside_fit(number, signal.signal(number, self._handle)) for number in _SIGNALS}

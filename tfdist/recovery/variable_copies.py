@@ -49,12 +49,9 @@ class HostCopies:
         self._requested: deque[tuple[np.ndarray, np.ndarray]] = deque()
 
     def request(self, name: str, variable: Any) -> np.ndarray:
-        """Requests a copy of `variable`.
+        """Returns an array that has the present value of `variable` after `finish`.
 
         The array of this name is reused if it has the same shape and dtype.
-
-        Returns:
-            An array of its shape and dtype that has its present value after `finish`.
         """
         is_split = isinstance(variable, SplitValue)
         parts = variable.parts() if is_split else [(..., ..., variable)]
@@ -121,9 +118,6 @@ class WorkerCopies:
         """Makes the requested copies on workers, and returns what they have to write; None if that is nothing.
 
         Copies nothing: an update of a variable that was read takes new memory.
-
-        Raises:
-            CheckpointError: If a worker is lost, or does not answer in time.
         """
         requested, self._requested, self._bytes = self._requested, {}, {}
         if not requested:
@@ -195,25 +189,17 @@ class _Bundle:
 
 
 class WorkerBundles:
-    """The copies of one snapshot on workers, which write them into the files of a checkpoint.
-
-    Attributes:
-        description: For each prefix of files the names of their tensors, with dtype and shape, and with the parts that
-            are there if a tensor is split, as JSON.
-        size_bytes: The size of all tensors.
-    """
+    """The copies of one snapshot on workers, which write them into the files of a checkpoint."""
 
     def __init__(self, bundles: dict[str, _Bundle], timeout_seconds: float) -> None:
         self._bundles, self._timeout_seconds = bundles, timeout_seconds
         self.size_bytes = sum(bundle.size_bytes for bundle in bundles.values())
+        # For each prefix of files the names of their tensors, with dtype and shape, and with the parts that are there
+        # if a tensor is split.
         self.description: Json = {_prefix_of(task): _described(bundle.saved) for task, bundle in bundles.items()}
 
     def write(self, directory: Path) -> Mapping[str, int | None]:
-        """Makes the workers write, at the same time, and releases the copies; see `WorkerFiles`.
-
-        Raises:
-            CheckpointError: If a worker is lost, cannot write or is not ready in time.
-        """
+        """Makes the workers write, at the same time, and releases the copies; see `WorkerFiles`."""
         sizes: dict[str, int | None] = {}
         calls = {}
         for task, bundle in self._bundles.items():
