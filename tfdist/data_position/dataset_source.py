@@ -44,18 +44,13 @@ _SEEDS = 1 << 31  # of the orders in which Keras shuffles arrays
 
 
 class DatasetSource:
-    """A tf.data pipeline, plain or distributed. Keras turns every kind of data into one, so this is the base class.
+    """A tf.data pipeline, plain or distributed. Keras turns every kind of data into one, so this is the base class."""
 
-    Attributes:
-        kind: The kind of data, in positions and error messages.
-        needs_unused_iterators: Whether the iterator that Keras creates at the end of an epoch, and often discards, must
-            be created: it advances the order of a shuffle.
-        has_exact_spec: Whether the shapes in `element_spec` hold for all batches, not only for those seen so far.
-    """
-
-    kind = DATASET
+    kind = DATASET  # in positions and error messages
+    # Whether the iterator that Keras creates at the end of an epoch, and often discards, must be created: it advances
+    # the order of a shuffle.
     needs_unused_iterators = True
-    has_exact_spec = True
+    has_exact_spec = True  # whether the shapes in `element_spec` hold for all batches, not only for those seen so far
 
     def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
         """Args as in `resumable_iterator.source_for`."""
@@ -89,13 +84,9 @@ class DatasetSource:
             )
 
     def order(self, drawn: int | None) -> Json:
-        """Returns what determines the next samples, beside the numbers of batches drawn.
+        """Returns what determines the next samples, beside the numbers of batches drawn, as values of `json_state`.
 
-        Args:
-            drawn: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
-
-        Returns:
-            Numbers, strings, arrays and structures of these.
+        `drawn` is the number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
         """
         python = None if self._python is None else self._python.states(within_pass=drawn is not None)
         return {"seeds": random_seeds(self.dataset), "python": python}
@@ -158,8 +149,7 @@ class DatasetSource:
     def replay_iterators(self, drawn: Sequence[int]) -> int:
         """Advances the order as iterators did from which these numbers of batches were drawn.
 
-        Returns:
-            The number of batches drawn for it.
+        Returns the number of batches drawn for it.
         """
         limit, total = self.batches_to_replay(), 0
         for number in drawn:
@@ -171,12 +161,10 @@ class DatasetSource:
         return total
 
     def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
-        """Restores the order for the next iterator.
+        """Restores the `order` of before the restart for the next iterator.
 
-        Args:
-            order: What `order` returned before the restart.
-            batches: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
-            within_epoch: Whether training resumes in the middle of an epoch.
+        `batches` were drawn from the iterator in use; `None` if the next epoch creates a new one. `within_epoch` says
+        whether training resumes in the middle of an epoch.
         """
         self._restored = order.get("python")
         if self._python is not None and self._restored is not None and batches is None:

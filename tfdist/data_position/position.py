@@ -115,11 +115,9 @@ def logs_to_save(logs: Mapping[str, Any] | None) -> Json | None:
 
 
 def describe_elements(element_spec: Any, *, is_exact: bool = True) -> ElementDescriptions:
-    """Describes the parts of a batch.
+    """Describes the parts of a batch by the `element_spec` of a plain or distributed dataset.
 
-    Args:
-        element_spec: The structure of `tf.TypeSpec`s of the batches, of a `tf.data.Dataset` or a distributed one.
-        is_exact: Whether the sizes hold for all batches. If not, only the number of dimensions is recorded.
+    If the sizes do not hold for all batches (`is_exact`), only the number of dimensions is recorded.
 
     >>> import tensorflow as tf
     >>> describe_elements({"image": tf.TensorSpec([None, 8, 8]), "label": tf.TensorSpec([32], tf.int64)})
@@ -144,9 +142,9 @@ def first_difference(before: ElementDescriptions, now: ElementDescriptions) -> t
     ('1', 'int64 of shape (…)', 'float32 of shape (…)')
     """
     for number in range(max(len(before), len(now))):
-        one, other = (side[number] if number < len(side) else None for side in (before, now))
-        if one is None or other is None or one[:2] != other[:2] or not _sizes_agree(one[2], other[2]):
-            return (one or other or [""])[0] or "0", _as_text(one), _as_text(other)
+        old, new = (parts[number] if number < len(parts) else None for parts in (before, now))
+        if old is None or new is None or old[:2] != new[:2] or not _sizes_agree(old[2], new[2]):
+            return (old or new or [""])[0] or "0", _as_text(old), _as_text(new)
     return None
 
 
