@@ -1,14 +1,12 @@
 """The variables of a training: saved half-way and restored into new objects, a training ends with the same bits."""
 
 import itertools
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import trainings
-from child_environment import child_environment
+from child_environment import run_python
 from graph_optimizations import grappler
 from trainings import END, HALF, SPEC, compiled, made, restore, saved, shift_names, steps
 
@@ -71,9 +69,7 @@ def test_a_new_process_resumes_with_the_same_bits(tmp_path):
             trainings.write(saved(model), tmp_path / case)
             steps(model, HALF, END)
             expected[case] = saved(model)
-    program = [sys.executable, trainings.__file__, tmp_path, *itertools.chain(*setups.items())]
-    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(trainings.__file__, tmp_path, *itertools.chain(*setups.items()))
     for case in setups:
         assert_same(trainings.read(tmp_path / case / "after"), expected[case])
 
