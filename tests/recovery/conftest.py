@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import tensorflow as tf
+from replaced_clocks import set_clock
 
-from tfdist.recovery import worker_coordination
+from tfdist.recovery import save_schedule, worker_coordination
 
 _LIMIT_SECONDS = 30
 
@@ -78,6 +79,12 @@ def coordinations(monkeypatch, key_values):
         return made
 
     return make
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which saves are due."""
+    return set_clock(monkeypatch, save_schedule)
 
 
 @pytest.fixture

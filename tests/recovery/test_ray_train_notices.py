@@ -7,7 +7,6 @@ import types
 import numpy as np
 import pytest
 
-from tfdist.recovery import save_schedule
 from tfdist.recovery.preemption import RayTrainNotices
 
 
@@ -17,14 +16,6 @@ class Notice(types.SimpleNamespace):
 
 def notice(*nodes, deadline_ms=None):
     return Notice(preempted_node_ids=list(nodes), preempted_ranks=[1], deadline_ms=deadline_ms)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that moves only when `now` is set."""
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
 
 
 def test_every_new_notice_is_due_once(coordinations, clock, caplog):
