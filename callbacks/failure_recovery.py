@@ -14,6 +14,7 @@ from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
+from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
@@ -30,7 +31,7 @@ from tfdist.recovery.recovery_warnings import (
     warn_terminated_by_nan,
     warn_training_complete,
 )
-from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint, resume_data
+from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
@@ -268,7 +269,10 @@ class FailureRecovery(LastCallback):
                 warn_training_complete(progress, epochs, self._store.directory)
         else:
             progress = replace(progress, stopped=False, requested_epochs=None)
-            resume_data(self._iterator, checkpoint, rank, num_workers, replay=self._replay_data)
+            # An additional worker resumes at the position of rank 0.
+            position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
+            same_workers = checkpoint.num_ranks == num_workers
+            self._iterator.resume_at(Position.from_json(position), replay=self._replay_data, same_workers=same_workers)
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)
             self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")

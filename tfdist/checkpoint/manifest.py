@@ -113,18 +113,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file."""
-        files = {name: asdict(record) for name, record in self.files.items()}
-        return _with_checksum(
-            {
-                "format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT,
-                "sequence": self.sequence,
-                "attempt": self.attempt,
-                "num_ranks": self.num_ranks,
-                "saved_at": self.saved_at,
-                "files": files,
-                "metadata": self.metadata,
-            }
-        )
+        return _with_checksum({"format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":

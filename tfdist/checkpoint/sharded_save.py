@@ -106,7 +106,10 @@ class ShardedSave:
             worker_bytes = 0 if worker_files is None else worker_files.size_bytes
             self._check_space(sum(part.size_bytes for part in parts.values()) + worker_bytes)
             atomic_files.make_directory(self._unfinished)
-            records = {name: self._write(name, part) for name, part in parts.items()}
+            records = {
+                name: FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
+                for name, part in parts.items()
+            }
             if worker_files is not None:
                 records |= record_worker_files(self._unfinished, worker_files.write(self._unfinished.absolute()))
             if self._rank != 0:
@@ -171,9 +174,6 @@ class ShardedSave:
                 "there (tfdist checkpoints DIR --prune KEEP), keep fewer, or save to another disk. "
                 f"{EARLIER_INTACT}"
             )
-
-    def _write(self, name: str, part: EncodedShard) -> FileRecord:
-        return FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
 
     def _commit(self, manifest: Manifest) -> Checkpoint:
         with open(self._unfinished / MANIFEST_FILE, "xb") as file:  # the renaming below is what must be atomic

@@ -1,6 +1,6 @@
 """Finds the variables of a training and gives them names that the same program finds again in another process."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -149,6 +149,6 @@ class NamedVariables:
         return NamedVariable(path_of(variable), components(self._strategy, variable), rule)
 
 
-def variable_specs(variables: Mapping[str, NamedVariable], ignored: Iterable[str] = ()) -> dict[str, VariableSpec]:
-    """Returns the specs of `variables`, without names that start with one of `ignored`."""
-    return {name: variable.spec for name, variable in variables.items() if not name.startswith(tuple(ignored))}
+def variable_specs(variables: Mapping[str, NamedVariable]) -> dict[str, VariableSpec]:
+    """Returns the specs of `variables`."""
+    return {name: variable.spec for name, variable in variables.items()}

@@ -13,7 +13,6 @@ from tfdist.recovery.compatibility import (
     find_optimizer_mismatch,
     find_variable_mismatch,
     mismatch_error,
-    saved_specs,
 )
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
 from tfdist.recovery.random_generators import create_generators
@@ -129,10 +128,18 @@ class VariableSnapshots:
         """
         self._build_optimizers(description)
         named = NamedVariables(self._model)
+        paths, present = description["paths"], {**named.per_replica, **named.metrics}
+        of_one_replica = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
+        # Exact weights replace what weights were rounded to, if they are saved and needed. Global generators are
+        # created and removed as the checkpoint requires.
+        accumulators = [ACCUMULATORS] if _may_lack_accumulators(named, description) else []
+        ignored = ([EXACT_WEIGHTS, *accumulators], [GENERATORS, COMPRESSION, *accumulators])
         mismatch = (
             find_optimizer_mismatch(description["optimizers"], self._description(named)["optimizers"])
-            or _find_shared_mismatch(named, shared, description)
-            or self._find_per_replica_mismatch(named, per_replica, description)
+            or _find_split_mismatch(named, shared, description)
+            or find_variable_mismatch(shared, paths, variable_specs(named.shared), ignored[0])
+            or find_variable_mismatch(of_one_replica, paths, variable_specs(present), ignored[1])
+            or self._compression(named).find_mismatch(per_replica, description.get("compressing_ways", 1))
         )
         if mismatch is not None:
             raise mismatch_error(mismatch)
@@ -231,19 +238,6 @@ class VariableSnapshots:
             copies.finish()
         return {name: array for name, array in requested.items() if array is not None}
 
-    def _find_per_replica_mismatch(
-        self, named: NamedVariables, per_replica: Arrays, description: Json
-    ) -> Mismatch | None:
-        # Global generators are created and removed as the checkpoint requires.
-        ignored = [GENERATORS, COMPRESSION]
-        if _may_lack_accumulators(named, description):
-            ignored.append(ACCUMULATORS)
-        saved = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
-        present = {**named.per_replica, **named.metrics}
-        return find_variable_mismatch(
-            saved_specs(saved, description["paths"], ignored), variable_specs(present, ignored)
-        ) or self._compression(named).find_mismatch(per_replica, description.get("compressing_ways", 1))
-
     def _assign(
         self,
         variables: Mapping[str, NamedVariable],
@@ -299,17 +293,6 @@ def _may_lack_accumulators(named: NamedVariables, description: Json) -> bool:
     saved_steps = [described["accumulation_steps"] for described in description["optimizers"]]
     steps = [optimizer.accumulation_steps for optimizer in named.optimizers]
     return saved_steps != steps or _is_between_updates(description)
-
-
-def _find_shared_mismatch(
-    named: NamedVariables, shared: Mapping[str, np.ndarray], description: Json
-) -> Mismatch | None:
-    """Returns the first difference in what is equal on all replicas, including split sums of an unfinished update."""
-    # Exact weights replace what weights were rounded to, if they are saved and needed.
-    ignored = [EXACT_WEIGHTS, *([ACCUMULATORS] if _may_lack_accumulators(named, description) else [])]
-    return _find_split_mismatch(named, shared, description) or find_variable_mismatch(
-        saved_specs(shared, description["paths"], ignored), variable_specs(named.shared, ignored)
-    )
 
 
 def _find_split_mismatch(named: NamedVariables, shared: Collection[str], description: Json) -> Mismatch | None:
