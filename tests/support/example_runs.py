@@ -17,4 +17,5 @@ def run_example(script: str, *arguments: str, options: tuple[str, ...] = ("--wor
         cwd: working directory.
     """
     launcher = ["-m", "tfdist.launch", "run", *options]
-    return run_python(*launcher, ROOT / "examples" / script, *arguments, cwd=cwd).stdout
+    script_path = ROOT / "examples" / script
+    return run_python(*launcher, script_path, *arguments, cwd=cwd, limit_seconds=LIMIT_SECONDS).stdout
