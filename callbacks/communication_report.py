@@ -20,12 +20,9 @@ from tfdist.utils.formatting import byte_unit, short_device, table_with_total
 
 @dataclass(frozen=True)
 class LinkReading:
-    """What the devices of a strategy with stages have sent in training steps.
+    """What the devices of a strategy with stages have sent in training steps."""
 
-    Attributes:
-        links: The counts of each link, by the full names of the sending and the receiving device with a space between.
-    """
-
+    # The counts of each link, by the full names of the sending and the receiving device with a space between.
     links: dict[str, LinkStats] = field(default_factory=dict)
 
     @classmethod
@@ -77,12 +74,9 @@ class ExchangeTimingCallback(ListedCallback):
     """A callback that can have the training step take the times of the gradient exchange.
 
     The first such callback of a list starts the timing, and the last one stops it.
-
-    Attributes:
-        timing: Whether this callback asks for times.
     """
 
-    timing = False
+    timing = False  # whether this callback asks for times
 
     def begin_timing(self) -> None:
         """Starts timing from zero. The step is traced again. Call this in `on_train_begin`."""

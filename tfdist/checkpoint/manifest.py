@@ -41,15 +41,10 @@ def is_worker_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of a file.
-
-    Attributes:
-        size_bytes: The size.
-        xxh3_128: The XXH3 checksum of the content as 32 hexadecimal digits, as `xxhsum -H2` computes it.
-    """
+    """Size and checksum of a file."""
 
     size_bytes: int
-    xxh3_128: str
+    xxh3_128: str  # the XXH3 checksum of the content as 32 hexadecimal digits, as `xxhsum -H2` computes it
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
@@ -82,14 +77,6 @@ class Manifest:
     The names "format" and "checksum" and the computation of the checksum are the same in all formats, so that another
     format is distinguished from a damaged file.
 
-    Attributes:
-        sequence: The checkpoint's sequence number.
-        attempt: Which start of the program wrote it.
-        num_ranks: The number of ranks, each of which has a file.
-        saved_at: When it was saved, in seconds since 1970.
-        files: The records of `shared.safetensors`, of each rank's file and of the files of workers.
-        metadata: JSON of the writer, readable without reading tensors.
-
     >>> files = {name: FileRecord(0, "") for name in (SHARED_FILE, rank_file(0))}
     >>> manifest = Manifest(7, "a", 1, 0.0, files, {"step": 700})
     >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
@@ -99,12 +86,13 @@ class Manifest:
     tfdist.checkpoint.errors.CorruptCheckpointError: manifest.json is not what was written: its checksum differs
     """
 
+    # In the order of the file.
     sequence: int
-    attempt: str
-    num_ranks: int
-    saved_at: float
-    files: Mapping[str, FileRecord]
-    metadata: Json
+    attempt: str  # which start of the program wrote it
+    num_ranks: int  # each rank has a file
+    saved_at: float  # in seconds since 1970
+    files: Mapping[str, FileRecord]  # `shared.safetensors`, each rank's file, and the files of workers
+    metadata: Json  # of the writer, readable without reading tensors
 
     @property
     def has_worker_files(self) -> bool:

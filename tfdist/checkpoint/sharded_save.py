@@ -58,11 +58,7 @@ class WorkerFiles(Protocol):
 
 
 class ShardedSave:
-    """One rank's part of a save.
-
-    Raises:
-        ValueError: If one of them is invalid.
-    """
+    """One rank's part of a save."""
 
     def __init__(self, directory: Path, sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
         _check_arguments(sequence, attempt, rank, num_ranks)

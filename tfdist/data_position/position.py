@@ -32,42 +32,27 @@ class Position:
     A batch is what one step of all replicas takes from the data. Iterators are those that `fit` has created over the
     training data: one or two per epoch, and those that build the model.
 
-    Attributes:
-        next_step: The next step of the epoch, from 0; 0 at the end of an epoch.
-        finished: Number of batches drawn from each iterator that is not used any more.
-        current: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
-        num_batches: Number of batches of an iterator, if known.
-        steps_per_epoch: As given to `fit`.
-        steps_per_execution: As given to `compile`.
-        source: The kind of data.
-        order: Everything else that determines the order, by kind of data: seeds, states of random generators, calls of
-            a PyDataset's hooks, or its `get_state()`. Any value that `tfdist.utils.json_state.to_json` accepts.
-        validation_drawn: Number of batches drawn from each iterator over the validation data.
-        validation_shares_shuffle: Whether the validation data comes from the same shuffle as the training data.
-        batch_size: Number of samples in a batch of all workers, if known.
-        elements: The parts of a batch, each with its path, dtype and dimensions except the first, if known.
-        is_per_worker: Whether each worker has a different position, in different data: other files, for instance.
-        logs: What the last step logged, if given.
-
     >>> position = Position(3, (6, 0), 3, 6, None, 1, "tf.data.Dataset", {"seeds": [[1, 2]]}, logs={"loss": 0.5})
     >>> Position.from_json(position.to_json()) == position
     True
     """
 
-    next_step: int
-    finished: tuple[int, ...]
-    current: int | None
-    num_batches: int | None
-    steps_per_epoch: int | None
-    steps_per_execution: int
-    source: str
+    next_step: int  # the next step of the epoch, from 0; 0 at the end of an epoch
+    finished: tuple[int, ...]  # number of batches drawn from each iterator that is not used any more
+    current: int | None  # number of batches drawn from the iterator in use; None if the next epoch creates a new one
+    num_batches: int | None  # of an iterator, if known
+    steps_per_epoch: int | None  # as given to `fit`
+    steps_per_execution: int  # as given to `compile`
+    source: str  # the kind of data
+    # Everything else that determines the order, by kind of data: seeds, states of random generators, calls of a
+    # PyDataset's hooks, or its `get_state()`. Any value that `tfdist.utils.json_state.to_json` accepts.
     order: Json
-    validation_drawn: tuple[int, ...] = ()
-    validation_shares_shuffle: bool = False
-    batch_size: int | None = None
-    elements: list[Any] | None = None
-    is_per_worker: bool = False
-    logs: Json | None = None
+    validation_drawn: tuple[int, ...] = ()  # number of batches drawn from each iterator over the validation data
+    validation_shares_shuffle: bool = False  # whether the validation data comes from the shuffle of the training data
+    batch_size: int | None = None  # number of samples in a batch of all workers, if known
+    elements: list[Any] | None = None  # `describe_elements`, if known
+    is_per_worker: bool = False  # whether each worker has a different position, in different data: other files
+    logs: Json | None = None  # of the last step, if given
 
     @property
     def drawn(self) -> tuple[int, ...]:
