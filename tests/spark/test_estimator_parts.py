@@ -1,12 +1,10 @@
 """What an estimator and a model do without a session of Spark."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 pytest.importorskip("pyspark", reason="needs the extra `spark`")
 
@@ -24,8 +22,7 @@ def test_a_driver_without_tensorflow_constructs_an_estimator():
         "from tfdist.spark import KerasEstimator\n"
         "print(KerasEstimator(model_fn=print, epochs=3).copy().getOrDefault('epochs'))"
     )
-    run = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True)
-    assert run.stdout == "3\n", run.stderr
+    assert run_python("-c", program).stdout == "3\n"
 
 
 def test_parameters_are_those_of_spark_ml():

@@ -5,6 +5,7 @@ import socket
 import types
 
 import pytest
+from replaced_clocks import set_clock
 
 from tfdist.launch.processes import run_policy
 from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
@@ -64,8 +65,7 @@ def test_smaller_attempt(policy, signals):
 
 def test_delay_counts_from_the_failure(monkeypatch, said, signals):
     """It runs while the other workers are ended."""
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(run_policy, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    clock = set_clock(monkeypatch, run_policy)
     waited = []
 
     def select(readers, writers, errors, seconds):
