@@ -33,7 +33,7 @@ from tfdist.transport.transport_errors import (
     TokenRejectedError,
     TransportError,
 )
-from tfdist.utils.cores_and_ports import naming_port
+from tfdist.utils.cores_and_ports import host_and_port, listen_on_all_interfaces, naming_port
 
 _HANDSHAKE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05
@@ -255,8 +255,7 @@ class GroupJoin:
     # The side that accepts.
 
     def _listen(self) -> None:
-        host, port = _host_and_port(self._addresses[self._rank])
-        self._listeners.append(_server(host, port))
+        self._listeners.append(_server(*host_and_port(self._addresses[self._rank])))
         if self._local_name:
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             local.bind(self._local_name)
@@ -330,7 +329,7 @@ class GroupJoin:
         threading.Thread(target=self._dial, args=(peer,), name="tfdist exchange", daemon=True).start()
 
     def _dial(self, peer: int) -> None:
-        host, port = _host_and_port(self._addresses[peer])
+        place = host_and_port(self._addresses[peer])
         local = process = ""
         for purpose in (CONTROL, *self._channels):
             while not self._has_ended:
@@ -341,7 +340,7 @@ class GroupJoin:
                             break
                         except (TransportError, OSError):
                             local = ""  # another network namespace
-                    opened, answer = self._open(socket.create_connection((host, port), 5.0), peer, purpose)
+                    opened, answer = self._open(socket.create_connection(place, 5.0), peer, purpose)
                     if process and answer.get("process") != process:
                         opened.close()  # that worker was started again
                         self._start_dialer(peer)
@@ -407,11 +406,6 @@ def _doubled(rank: int, address: str) -> HandshakeError:
     )
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _server(host: str, port: int) -> socket.socket:
     """Listens on the address of this worker if it is numeric; on all interfaces if it is a name.
 
@@ -426,9 +420,7 @@ def _server(host: str, port: int) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-        has_both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if has_both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=_MAX_PENDING, dualstack_ipv6=has_both)
+        return listen_on_all_interfaces(port, backlog=_MAX_PENDING)
 
 
 def _host_identity() -> str:

@@ -8,11 +8,10 @@ import socket
 import time
 import traceback
 
-from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.launch.rendezvous.coordinator import Coordinator
-from tfdist.launch.rendezvous.membership import Node, is_loopback
+from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
@@ -20,6 +19,7 @@ from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.cores_and_ports import is_loopback, listen_on_all_interfaces
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 PROTOCOL = 3

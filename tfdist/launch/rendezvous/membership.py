@@ -1,13 +1,13 @@
 """The nodes that have joined a run, and which of them runs which processes."""
 
 import dataclasses
-import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.run_spec import RunSpec, bracketed
+from tfdist.utils.cores_and_ports import is_loopback
 
 SUSPICIOUS_HEARTBEATS = 2.5
 """Number of missed heartbeats after which a node is suspected to be lost."""
@@ -158,18 +158,6 @@ class Membership:
                     for rank, port in zip(node.roles, node.ports or (), strict=True)
                 }
         return [addresses_by_rank[rank] for rank in sorted(addresses_by_rank)]
-
-
-def is_loopback(address: str) -> bool:
-    """Returns whether an address is a loopback address.
-
-    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("node7")
-    (True, False, False)
-    """
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _shown(value: object) -> str:
