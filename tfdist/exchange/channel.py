@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_text
 from tfdist.exchange.exchange_errors import ClosedExchangeError
 from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
-from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
+from tfdist.exchange.links import SEGMENT_BYTES, LinkBrokenError, WorkerLink
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.reused_memory import ReusedMemory
 from tfdist.utils.sum_copies import is_short_sum
@@ -48,7 +48,7 @@ class Channel:
         name: The name of the channel.
     """
 
-    def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure, name: str = "") -> None:
+    def __init__(self, rank: int, links: Sequence[WorkerLink | None], failure: GroupFailure, name: str = "") -> None:
         self.size, self.name = len(links), name
         self._rank, self._size, self._failure = rank, len(links), failure
         self._links = {link.peer: link for link in links if link is not None}
@@ -267,7 +267,7 @@ class _Transfer:
     """The segments to send to one worker, and those to receive from it."""
 
     def __init__(
-        self, link: Link, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int
+        self, link: WorkerLink, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int
     ) -> None:
         self.link, self.segment_bytes = link, segment_bytes
         self.is_held = False  # what was received last is not added yet

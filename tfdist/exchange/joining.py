@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.exchange.links import Link, SharedMemoryLink, SocketLink
+from tfdist.exchange.links import SharedMemoryLink, SocketLink, WorkerLink
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.nonblocking_connection import NonblockingConnection
@@ -87,7 +87,7 @@ class _Joined:
 
 
 @dataclasses.dataclass
-class Group:
+class GroupConnections:
     """The connections of a worker.
 
     Attributes:
@@ -96,7 +96,7 @@ class Group:
     """
 
     control: dict[int, NonblockingConnection]
-    links: dict[str, list[Link | None]]
+    links: dict[str, list[WorkerLink | None]]
 
 
 class GroupJoin:
@@ -136,7 +136,7 @@ class GroupJoin:
         self._listeners: list[socket.socket] = []
         self._reasons: dict[int, str] = {}  # why a worker is missing
 
-    def join(self, timeout_seconds: float) -> Group:
+    def join(self, timeout_seconds: float) -> GroupConnections:
         """Connects with all workers.
 
         Raises:
@@ -233,24 +233,24 @@ class GroupJoin:
             raise arrival
         return arrival
 
-    def _group(self, joined: dict[tuple[int, str], _Joined]) -> Group:
+    def _group(self, joined: dict[tuple[int, str], _Joined]) -> GroupConnections:
         control = {
             rank: NonblockingConnection.continuing(arrival.connection)
             for (rank, purpose), arrival in joined.items()
             if purpose == CONTROL
         }
-        links: dict[str, list[Link | None]] = {name: [None] * len(self._addresses) for name in self._channels}
+        links: dict[str, list[WorkerLink | None]] = {name: [None] * len(self._addresses) for name in self._channels}
         for (rank, purpose), arrival in joined.items():
             if purpose == CONTROL:
                 continue
             if arrival.descriptors:
                 memory, *counters = arrival.descriptors
-                link: Link = SharedMemoryLink(rank, memory, counters, is_creator=rank < self._rank)
+                link: WorkerLink = SharedMemoryLink(rank, memory, counters, is_creator=rank < self._rank)
                 arrival.connection.close()
             else:
                 link = SocketLink(rank, arrival.connection.detach()[0])
             links[purpose][rank] = link
-        return Group(control, links)
+        return GroupConnections(control, links)
 
     # The side that accepts.
 

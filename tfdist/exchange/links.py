@@ -21,7 +21,7 @@ class LinkBrokenError(ConnectionError):
     """The other worker is gone. The text is the cause."""
 
 
-class Link(abc.ABC):
+class WorkerLink(abc.ABC):
     """A stream of segments to and from one worker.
 
     Args:
@@ -68,7 +68,7 @@ class Link(abc.ABC):
         """Closes, in a forked child, the connection by whose end the other worker notices the end of this one."""
 
 
-class SocketLink(Link):
+class SocketLink(WorkerLink):
     """A link over a TCP connection, possibly encrypted.
 
     Args:
@@ -135,7 +135,7 @@ class SocketLink(Link):
             self._events_of_retry |= select.POLLOUT
 
 
-class SharedMemoryLink(Link):
+class SharedMemoryLink(WorkerLink):
     """A link between two workers of one host: slots of memory for each direction.
 
     The memory has no name, so nothing is left when the workers are killed. Counters of the kernel (`eventfd`) say how

@@ -10,7 +10,7 @@ import traceback
 
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
-from tfdist.launch.rendezvous.coordinator import Coordinator
+from tfdist.launch.rendezvous.coordinator import RunCoordinator
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import Credentials
@@ -102,7 +102,7 @@ def _serve(server: socket.socket, token: str, spec: RunSpec, console: Console) -
         server, rendezvous_credentials(token), lambda text: console.say_unless_blocked(f"rendezvous: {text}")
     )
     clock = ActiveClock(now=time.monotonic())
-    coordinator = Coordinator(spec, now=0.0)
+    coordinator = RunCoordinator(spec, now=0.0)
     joining: dict[NonblockingConnection, float] = {}  # connections that have not asked to join, with their deadlines
     nodes: dict[NonblockingConnection, Node] = {}
     farewell_at: float | None = None
@@ -137,7 +137,7 @@ def _poll(listener: Listener, connections: list[NonblockingConnection]) -> None:
     poll.poll(_POLL_SECONDS * 1000)
 
 
-def _exchange(coordinator: Coordinator, connection: NonblockingConnection, node: Node, now: float) -> None:
+def _exchange(coordinator: RunCoordinator, connection: NonblockingConnection, node: Node, now: float) -> None:
     try:
         connection.flush()
         for message in connection.receive():
@@ -150,7 +150,7 @@ def _exchange(coordinator: Coordinator, connection: NonblockingConnection, node:
         connection.close()
 
 
-def _join(coordinator: Coordinator, connection: NonblockingConnection, now: float) -> Node | bool | None:
+def _join(coordinator: RunCoordinator, connection: NonblockingConnection, now: float) -> Node | bool | None:
     """Returns the node that has joined over a connection; None: no request yet; False: it was rejected or is gone."""
     try:
         for message in connection.receive():

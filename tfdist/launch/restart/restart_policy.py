@@ -146,7 +146,7 @@ class RestartPolicy:
 
 
 @dataclasses.dataclass
-class _WorkerState:
+class _RestartState:
     started_at: float = 0.0
     delay: float = 0.0
     restarts_left: int | None = None  # None: no limit
@@ -169,7 +169,7 @@ class WorkerBackoff:
 
     def __init__(self, ranks: Iterable[int], *, limit: int | None) -> None:
         self._limit = limit
-        self._workers = {rank: _WorkerState(restarts_left=limit) for rank in ranks}
+        self._workers = {rank: _RestartState(restarts_left=limit) for rank in ranks}
 
     @property
     def is_pending(self) -> bool:
