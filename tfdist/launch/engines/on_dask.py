@@ -7,9 +7,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
-from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
-from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.engine_call import (
+    EngineCall,
+    LostPlaceError,
+    PlaceAddress,
+    PlaceResult,
+    PlaceTask,
+    run_rounds,
+)
+from tfdist.launch.engines.place import place_address, run_place, stop_places
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.optional_modules import import_optional

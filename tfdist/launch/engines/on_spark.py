@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
-from tfdist.launch.engines.place import PlaceResult, run_place
-from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.engine_call import EngineCall, LostPlaceError, PlaceAddress, PlaceResult, run_rounds
+from tfdist.launch.engines.place import run_place
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.optional_modules import import_optional
