@@ -7,7 +7,7 @@ import json
 import pytest
 from planned_programs import program
 
-from tfdist.launch.cli import plan_command, plan_network
+from tfdist.launch.cli import plan_command, plan_execution
 from tfdist.launch.cli.main import add_command, main
 from tfdist.launch.cli.plan_command import link, memory_bytes
 from tfdist.launch.cli.plan_execution import METHODS
@@ -22,7 +22,7 @@ from tfdist.utils.argument_checks import UsageError
 def script(tmp_path, monkeypatch):
     for name in ("TF_CONFIG", "SLURM_JOB_ID", "SLURM_PROCID", "TFDIST_NUM_WORKERS", "TFDIST_SERVICE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plan_network, "usable_cores", lambda: 2)
+    monkeypatch.setattr(plan_execution, "usable_cores", lambda: 2)
     path = tmp_path / "train.py"
     path.write_text("raise AssertionError('the script was run')")
     return str(path)
@@ -110,10 +110,10 @@ def test_workers_on_this_machine_share_its_memory(script, capsys):
 def test_in_a_cluster_links_are_measured(script, monkeypatch, capsys):
     config = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: Link(5e6, 0.002))
+    monkeypatch.setattr(plan_execution, "measured_link", lambda *_: Link(5e6, 0.002))
     assert plan(script) == 0
     assert "3 workers, each with 40.0 Mbit/s and 2.00 ms" in capsys.readouterr().out
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: None)
+    monkeypatch.setattr(plan_execution, "measured_link", lambda *_: None)
     probe = Probe()
     assert plan(script, probe=probe) == 0  # another task plans
     assert not probe.calls and "the first task of the cluster shows the plans" in capsys.readouterr().err
