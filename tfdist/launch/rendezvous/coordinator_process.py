@@ -14,8 +14,7 @@ from tfdist.launch.rendezvous.coordinator import RunCoordinator
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import Credentials
-from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
-from tfdist.transport.nonblocking_connection import NonblockingConnection
+from tfdist.transport.nonblocking_connection import HANDSHAKE_SECONDS, Listener, NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.argument_checks import UsageError
