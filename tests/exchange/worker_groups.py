@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.exchange.channel import Channel
-from tfdist.exchange.group_failure import GroupFailure
+from tfdist.exchange.exchange_errors import GroupFailure
 from tfdist.exchange.links import SharedMemoryLink, SocketLink, WorkerLink
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.utils.cores_and_ports import ReservedPorts

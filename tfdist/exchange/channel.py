@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_text
-from tfdist.exchange.exchange_errors import ClosedExchangeError
-from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
+from tfdist.exchange.exchange_errors import HAS_LEFT, NO_MESSAGE, ClosedExchangeError, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, LinkBrokenError, WorkerLink
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.reused_memory import ReusedMemory

@@ -1,8 +1,20 @@
-"""Errors of an exchange. All workers raise the same one."""
+"""Errors of an exchange, and the failure of a group: the first that is known, which all its exchanges raise."""
 
-from collections.abc import Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
 
-from tfdist.exchange.exchange_calls import differ_in_shape
+from tfdist.exchange.exchange_calls import ExchangeCall, differ_in_shape
+
+# A worker that learned of a failure says so before it closes its connections. So a connection that closes waits this
+# long for a better explanation.
+_EXPLANATION_SECONDS = 0.15
+# Another thread reads the control connection, on which a worker says that it leaves.
+_LAST_MESSAGES_SECONDS = 2.0
+_POLL_SECONDS = 0.01
+HAS_LEFT = "it has ended its training, and the others have not"
+NO_MESSAGE = "it sent bytes that are not part of an exchange"
 
 
 class ExchangeError(RuntimeError):
@@ -87,3 +99,98 @@ class ExchangeMismatchError(ExchangeError):
             "order on all workers. Run the same program with the same arguments everywhere, and give all workers "
             "the same number of batches and models of the same shapes."
         )
+
+
+class GroupFailure:
+    """The first failure.
+
+    Attributes:
+        descriptor: Becomes readable when there is a failure, so that who polls wakes up.
+        left: The workers that have ended their training in order.
+        tell: Called once with the failure, before any exchange raises it.
+        tell_stalled: Called with a channel, and the exchange on it that cannot progress at the moment.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.left: set[int] = set()
+        self.tell: Callable[[ExchangeError], None] | None = None
+        self._error: ExchangeError | None = None
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self.tell_stalled: Callable[[str, ExchangeCall], None] | None = None
+        self._running: dict[str, ExchangeCall] = {}  # by channel
+        self._stalled: set[str] = set()
+
+    def begins(self, channel: str, call: ExchangeCall) -> None:
+        """Notes what this worker exchanges on a channel."""
+        self._running[channel] = call
+
+    def ends(self, channel: str) -> None:
+        """Notes that the exchange on a channel has ended."""
+        self._running.pop(channel, None)
+        self._stalled.discard(channel)
+
+    def stalls(self, channel: str) -> None:
+        """Notes that the exchange on a channel with a common order cannot progress at the moment."""
+        self._stalled.add(channel)
+        if self.tell_stalled is not None:
+            self.tell_stalled(channel, self._running[channel])
+
+    def stalls_elsewhere(self, own: int, rank: int, channel: str, number: int, call: str) -> None:
+        """Compares an exchange that has stalled on worker `rank` with those of this worker, `own`.
+
+        Workers that wait for the same number in the common order on different channels would wait forever.
+        """
+        for name in self._stalled - {channel}:
+            running = self._running.get(name)
+            if running is not None and running.number == number:
+                self.mismatch({own: f"{running}, {name}", rank: f"{call}, {channel}"})
+
+    def lost(self, rank: int, cause: str) -> None:
+        """Records that a worker is lost, unless a failure is known already."""
+        doing = ", ".join(str(call) for call in self._running.copy().values())
+        self._record(lambda: WorkerLostError(rank, cause, doing or "no exchange"))
+
+    def late(self, ranks: Sequence[int], seconds: float, call: str) -> None:
+        """Records that workers do not take part in an exchange in time, unless a failure is known already."""
+        self._record(lambda: LateWorkerError(ranks, seconds, call))
+
+    def lost_link(self, rank: int, cause: str) -> None:
+        """Records a lost worker by its broken link, unless a better explanation arrives in a moment."""
+        if self._known.wait(_EXPLANATION_SECONDS):
+            return
+        end = time.monotonic() + _LAST_MESSAGES_SECONDS
+        while rank not in self.left and time.monotonic() < end:
+            if self._known.wait(_POLL_SECONDS):
+                return
+        self.lost(rank, HAS_LEFT if rank in self.left else cause)
+
+    def mismatch(self, calls: dict[int, str]) -> None:
+        """Records that two workers called different exchanges, unless a failure is known already."""
+        self._record(lambda: ExchangeMismatchError(calls))
+
+    @property
+    def error(self) -> ExchangeError | None:
+        """The failure; `None` if there is none."""
+        return self._error
+
+    def wait(self) -> None:
+        """Waits until there is a failure."""
+        self._known.wait()
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def _record(self, make: Callable[[], ExchangeError]) -> None:
+        with self._lock:
+            if self._error is not None:
+                return
+            error = make()
+            if self.tell is not None:
+                self.tell(error)
+            self._error = error
+        self._known.set()
+        os.eventfd_write(self.descriptor, 1)

@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.exchange.exchange_calls import ExchangeCall
-from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, LateWorkerError, WorkerLostError
-from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
+from tfdist.exchange.exchange_errors import (
+    HAS_LEFT,
+    NO_MESSAGE,
+    ExchangeError,
+    ExchangeMismatchError,
+    GroupFailure,
+    LateWorkerError,
+    WorkerLostError,
+)
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock

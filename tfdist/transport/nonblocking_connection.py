@@ -38,6 +38,10 @@ _TRY_SECONDS = 10.0
 _PAUSE_SECONDS = 0.25
 _QUIET_SECONDS = 2.0  # before the user is shown why it takes long
 _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
+HANDSHAKE_SECONDS = 10.0
+MAX_PENDING = 64
+MAX_PENDING_PER_ADDRESS = 16
+_MAX_REPORTS = 100
 
 
 class NonblockingConnection:
@@ -194,12 +198,6 @@ def plain_address(address: str) -> str:
     ('10.0.0.1', 'fe80::1')
     """
     return address.removeprefix("::ffff:") if "." in address else address
-
-
-HANDSHAKE_SECONDS = 10.0
-MAX_PENDING = 64
-MAX_PENDING_PER_ADDRESS = 16
-_MAX_REPORTS = 100
 
 
 class Listener:

@@ -23,6 +23,9 @@ from tfdist.utils.formatting import counted, signal_name
 
 # Exit codes of a launcher whose place has announced its end, or has lost the others.
 _LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
+# How often another process may take the port of the rendezvous in the second between its choice and its use.
+_MAX_LOST_PORTS = 3
+_LOST_PORT = "The coordinator cannot listen."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +186,6 @@ class EngineCall:
         node = NodeOptions(rank, rendezvous.host, rendezvous.port, addresses[rank].host, self.token)
         arguments = ("run", *spec.arguments(), *(node.arguments() if spec.nodes > 1 else ()))
         return PlaceTask(self.run, rank, self.payload, arguments, self.token, spec.grace_seconds, self.versions)
-
-
-# How often another process may take the port of the rendezvous in the second between its choice and its use.
-_MAX_LOST_PORTS = 3
-_LOST_PORT = "The coordinator cannot listen."
 
 
 class LostPlaceError(Exception):
