@@ -8,6 +8,8 @@ import select
 import socket
 import ssl
 
+from tfdist.transport.nonblocking_connection import WOULD_BLOCK
+
 SEGMENT_BYTES = 2**19
 """The largest segment that is sent at once. It fits into the cache of a core, where the receiver adds it."""
 
@@ -87,7 +89,7 @@ class SocketLink(WorkerLink):
     def send(self, segment: memoryview) -> bool:
         try:
             self._sent += self._socket.send(segment[self._sent :])
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        except WOULD_BLOCK as error:
             self._note_retry(error)
         except OSError as error:
             raise _broken(error) from error
@@ -104,7 +106,7 @@ class SocketLink(WorkerLink):
                 if not count:
                     raise LinkBrokenError(_CLOSED)
                 self._received += count
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        except WOULD_BLOCK as error:
             self._note_retry(error)
             return None
         except OSError as error:
