@@ -8,8 +8,7 @@ import pytest
 
 from tfdist.launch.processes import run_policy
 from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_spec import RunSpec
 

@@ -8,8 +8,7 @@ import pytest
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import RunEnd, ShutdownOrder
 from tfdist.launch.rendezvous.node_client import NodeClient
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.transport.handshake import SessionKeys
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 

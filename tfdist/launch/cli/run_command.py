@@ -20,7 +20,7 @@ from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
 from tfdist.launch.processes.terminal_lines import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.node_client import join_run
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.attempt_outcome import ErrorFile
 from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores

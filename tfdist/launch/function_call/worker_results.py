@@ -95,7 +95,7 @@ def count_attempts(directory: Path) -> int:
 
 
 def read_failure(directory: Path) -> dict[str, Any] | None:
-    """Returns the launcher's error file of the last failed attempt (see `error_file.py`), or None."""
+    """Returns the launcher's error file of the last failed attempt (see `ErrorFile`), or None."""
     return _read_json(directory / FAILURE)
 
 

@@ -13,8 +13,7 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
-from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, encode_outcome
 from tfdist.launch.run_spec import NodeOptions, RunSpec
 from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
 from tfdist.transport.transport_errors import (

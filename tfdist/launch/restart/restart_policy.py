@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
-from tfdist.launch.restart.attempt_outcome import Outcome, fit_suffix
-from tfdist.launch.restart.error_file import error_entry
+from tfdist.launch.restart.attempt_outcome import Outcome, error_entry, fit_suffix
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
 from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.formatting import counted
