@@ -109,7 +109,7 @@ BREAKS = [
     ("tfdist/launch/rendezvous/membership.py", "from ..cli.run_options import x", "launch/rendezvous -> launch/cli"),
     ("tfdist/launch/rendezvous/membership.py", "def f():\n    import keras", "framework: launch/rendezvous uses keras"),
     (
-        "tfdist/launch/notebook/from_notebook.py",
+        "tfdist/launch/notebook.py",
         "from tfdist.launch.rendezvous import x",
         "notebook -> launch/rendezvous",
     ),

@@ -277,6 +277,7 @@ def shown_arrows() -> dict[str, str]:
         "internals": "`tfdist/keras_internals/`, `tfdist/tensorflow_internals/`",
     }
     titles |= {room: f"`{room.removeprefix('launch/')}/`" for room in parts if room != "launch"}
+    titles["launch/notebook"] = "`notebook.py`"
     left_out = {
         "tfdist",
         *_EVERYWHERE,

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from tfdist.launch.engines.on_ray import on_ray as on_ray
     from tfdist.launch.engines.on_spark import on_spark as on_spark
     from tfdist.launch.function_call.worker_results import WorkerError as WorkerError
-    from tfdist.launch.notebook.from_notebook import from_notebook as from_notebook
-    from tfdist.launch.notebook.plan_from_notebook import plan_from_notebook as plan_from_notebook
+    from tfdist.launch.notebook import from_notebook as from_notebook
+    from tfdist.launch.notebook import plan_from_notebook as plan_from_notebook
 
 # Imported late, so that the command line and the workers load only what they need.
 _MODULES = {
     "WorkerError": "function_call.worker_results",
-    "from_notebook": "notebook.from_notebook",
+    "from_notebook": "notebook",
     "on_dask": "engines.on_dask",
     "on_ray": "engines.on_ray",
     "on_spark": "engines.on_spark",
-    "plan_from_notebook": "notebook.plan_from_notebook",
+    "plan_from_notebook": "notebook",
 }
 __all__ = ["WorkerError", "from_notebook", "on_dask", "on_ray", "on_spark", "plan_from_notebook"]
 

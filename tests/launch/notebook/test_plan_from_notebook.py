@@ -8,7 +8,7 @@ from notebook_cells import forget_clusters
 from written_plans import plan, write_plans
 
 from tfdist.launch import WorkerError, from_notebook, plan_from_notebook
-from tfdist.launch.notebook import plan_from_notebook as module
+from tfdist.launch import notebook as module
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
 TABLE = "2 workers; the best 1 of 1 plan\n\n1. data parallel\n     strategy = S()\n     $ tfdist run --workers 2 x.py\n"

@@ -1,4 +1,4 @@
-"""The outcome of an attempt: one start of all workers, until the last of them has exited; as a message, and as a file."""
+"""The outcome of an attempt: one start of all workers, until all have exited; its form as a message, and as a file."""
 
 import dataclasses
 import datetime
