@@ -17,7 +17,7 @@ from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
 from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
-from tfdist.launch.processes.terminal_lines import StatusLine
+from tfdist.launch.processes.run_status import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.node_client import join_run
 from tfdist.launch.restart.attempt_outcome import ErrorFile

@@ -1,4 +1,4 @@
-"""The output of workers and launcher: prefixed lines on the launcher's streams, log files, and last lines."""
+"""The output of workers and launcher: lines as a terminal shows them, behind prefixes; log files, and last lines."""
 
 import codecs
 import collections
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.launch.process_roles import Role
-from tfdist.launch.processes.run_status import RunStatus
-from tfdist.launch.processes.terminal_lines import LineSplitter, StatusLine
+from tfdist.launch.processes.run_status import RunStatus, StatusLine
 from tfdist.utils.argument_checks import UsageError
 
 _UNFINISHED_SECONDS = 2.0
@@ -24,6 +23,16 @@ _IS_LOGGED_AT_START = re.compile(
     r"I0000 |\d{4}-\d\d-\d\d \S+: I (tensorflow|external)/|To enable the following instructions: |"
     r"WARNING: All log messages before absl::InitializeLog\(\) is called "
 )
+_MAX_PENDING_CHARACTERS = 65_536
+# Removes cursor movements and other controls, which would act on the launcher's terminal. Colours and tabs stay.
+_CONTROLS = re.compile(
+    r"(?P<colour>\x1b\[[0-9;:]*m)"
+    r"|\x1b\[[0-?]*[ -/]*[@-~]"  # other sequences that begin with ESC [
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # window titles and links
+    r"|\x1b[ -/]*[0-Z\\^-~]?"
+    r"|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]"
+)
+_RESET = "\x1b[0m"
 
 
 class OutputClosed(Exception):
@@ -169,6 +178,105 @@ class LogFiles:
             f"The log files cannot be created. Received: --log-dir {self._directory} ({error.strerror}). Expected: a "
             "writable directory that exists or can be created. Choose another one."
         )
+
+
+def render(raw: str) -> str:
+    r"""Returns what a terminal finally shows of a line.
+
+    >>> render("1/3\r2/3\r3/3\r")
+    '3/3'
+    >>> render("100\b\b\b200")
+    '200'
+    """
+    text = _CONTROLS.sub(lambda match: match["colour"] or "", raw)
+    rewritten = "\r" in text
+    text = next((version for version in reversed(text.split("\r")) if version), "")
+    if "\b" in text:
+        shown_characters: list[str] = []
+        for character in text:
+            if character != "\b":
+                shown_characters.append(character)
+            elif shown_characters:
+                shown_characters.pop()
+        text = "".join(shown_characters)
+    if rewritten and not text.strip():
+        return ""
+    if "\x1b" in text and not text.endswith(_RESET):
+        text += _RESET
+    return text
+
+
+class LineSplitter:
+    r"""Splits a stream into lines as a terminal shows them.
+
+    Args:
+        interval_seconds: An unfinished line is shown after this time without a change. A line that is being rewritten,
+            such as a progress bar, is shown at most once in this time.
+
+    >>> lines = LineSplitter(interval_seconds=2.0)
+    >>> lines.feed("epoch 1\n1/2\r", now=0.0)
+    ['epoch 1']
+    >>> lines.feed("2/2\ndone", now=1.0)
+    ['2/2']
+    >>> lines.unfinished(now=1.5), lines.unfinished(now=3.0)
+    ([], ['done'])
+    """
+
+    def __init__(self, *, interval_seconds: float) -> None:
+        self._interval = interval_seconds
+        self._raw = ""
+        self._changed_at = 0.0  # when the unfinished line last changed
+        self._shown_at: float | None = None  # when the unfinished line began or was last shown
+        self._shown = ""  # what was last shown of it
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an unfinished line waits to be shown."""
+        return bool(self._raw)
+
+    def feed(self, text: str, *, now: float) -> list[str]:
+        """Returns the lines that `text` finishes."""
+        *finished, unfinished_line = text.split("\n")
+        lines = [line for piece in finished for line in self._finish(piece)]
+        if unfinished_line:
+            self._raw += unfinished_line
+            self._changed_at = now
+            if self._shown_at is None:
+                self._shown_at = now
+            if len(self._raw) > _MAX_PENDING_CHARACTERS:
+                lines += self._cut()
+        return lines
+
+    def unfinished(self, *, now: float) -> list[str]:
+        """Returns the unfinished line if it is due."""
+        if not self._raw or self._shown_at is None:
+            return []
+        if "\r" not in self._raw and "\b" not in self._raw:
+            return self._cut() if now - self._changed_at >= self._interval else []
+        text = render(self._raw)
+        if now - self._shown_at < self._interval or not text or text == self._shown:
+            return []
+        self._shown_at, self._shown = now, text
+        return [text]
+
+    def flush(self) -> list[str]:
+        """Returns the rest at the end of the stream."""
+        return self._finish("") if self._raw else []
+
+    def _finish(self, piece: str) -> list[str]:
+        raw, shown = self._raw + piece, self._shown
+        self._raw, self._shown, self._shown_at = "", "", None
+        text = render(raw)
+        # Nothing new: the end of a line that was shown already, or a progress bar that erased itself.
+        if (shown and text in ("", shown)) or (not text and "\r" in raw.rstrip("\r")):
+            return []
+        return [text]
+
+    def _cut(self) -> list[str]:
+        text = render(self._raw)
+        self._raw = ""
+        self._shown = "\0" if text else self._shown  # so that a newline alone, later, adds no empty line
+        return [text] if text else []
 
 
 class WorkerOutput:

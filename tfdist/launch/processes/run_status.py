@@ -1,5 +1,6 @@
-"""The status of a run: one line for a terminal, and messages for a log."""
+"""The status of a run: one line, which is painted on a terminal, and messages for a log."""
 
+import os
 from collections.abc import Mapping
 
 from tfdist.launch.process_roles import Role, count_workers, describe_jobs
@@ -8,6 +9,11 @@ from tfdist.launch.restart.attempt_outcome import fit_suffix
 from tfdist.utils.formatting import counted, format_duration
 
 _CHECKPOINT_MESSAGE_SECONDS = 10.0  # minimum time between two messages about checkpoints
+_DIM, _RESET = "\x1b[2m", "\x1b[0m"
+_ERASE_LINE = "\r\x1b[K"
+_REPAINT_SECONDS = 0.2
+_MIN_COLUMNS = 20  # a narrower terminal has no room for useful text
+_ASCII = str.maketrans({"·": "|", "…": "~"})
 
 
 class RunStatus:
@@ -106,3 +112,69 @@ class RunStatus:
         if saved > self._saves.get(fit, -1):
             self._saves[fit] = saved
             self._saved, self._saved_step, self._saved_at = (fit, saved), self._monitor.saved_step, now
+
+
+class StatusLine:
+    r"""The line below all others on a terminal that shows the status of the run.
+
+    Methods return the text to write to the terminal. The line never fills its row, because some terminals would then
+    start a new one. The width of the terminal is read at every repaint.
+
+    >>> reader, writer = os.pipe()  # not a terminal: 80 columns
+    >>> line = StatusLine(writer, has_style=False, is_ascii=False)
+    >>> line.update("2 workers", now=0.0)
+    '\r\x1b[K2 workers'
+    >>> line.around("[0] hello\n")
+    '\r\x1b[K[0] hello\n2 workers'
+    >>> os.close(reader), os.close(writer)
+    (None, None)
+    """
+
+    def __init__(self, terminal: int, *, has_style: bool, is_ascii: bool) -> None:
+        self._terminal, self._has_style, self._is_ascii = terminal, has_style, is_ascii
+        self._text = self._painted = ""
+        self._painted_at = -_REPAINT_SECONDS
+
+    @classmethod
+    def on(cls, fd: int, environ: Mapping[str, str], encoding: str) -> "StatusLine | None":
+        """Returns the line of a terminal that can repaint it, or None for any other file.
+
+        TERM and NO_COLOR of the environment are used.
+        """
+        if not os.isatty(fd) or environ.get("TERM", "dumb") in ("", "dumb"):
+            return None
+        is_ascii = encoding.lower().replace("-", "") != "utf8"
+        return cls(fd, has_style=not environ.get("NO_COLOR"), is_ascii=is_ascii)
+
+    def is_on(self, fd: int) -> bool:
+        """Whether a file descriptor is the same terminal."""
+        return os.isatty(fd) and os.fstat(fd).st_rdev == os.fstat(self._terminal).st_rdev
+
+    def around(self, lines: str) -> str:
+        """Returns `lines`, which end with a newline, preceded by code that erases the line and followed by the line."""
+        self._painted = self._fitted()
+        # The line is erased even if this process has painted none: the process that it was forked from may have.
+        return f"{_ERASE_LINE}{lines}{self._painted}"
+
+    def update(self, text: str, *, now: float) -> str:
+        """Returns code that shows `text`; empty if it is shown already, or was repainted less than 0.2 s ago.
+
+        An empty text erases the line.
+        """
+        self._text = text
+        fitted = self._fitted()
+        if fitted == self._painted or (text and now - self._painted_at < _REPAINT_SECONDS):
+            return ""
+        self._painted, self._painted_at = fitted, now
+        return f"{_ERASE_LINE}{fitted}"
+
+    def _fitted(self) -> str:
+        try:
+            columns = os.get_terminal_size(self._terminal).columns or 80
+        except OSError:
+            columns = 80
+        if not self._text or columns < _MIN_COLUMNS:
+            return ""
+        text = self._text if len(self._text) < columns else self._text[: columns - 2] + "…"
+        text = text.translate(_ASCII) if self._is_ascii else text
+        return f"{_DIM}{text}{_RESET}" if self._has_style else text
