@@ -113,7 +113,7 @@ BREAKS = [
         "from tfdist.launch.rendezvous import x",
         "notebook -> launch/rendezvous",
     ),
-    ("tfdist/launch/process_roles.py", "import tfdist.launch.cli.main", "arrow: launch/process_roles -> launch/cli"),
+    ("tfdist/launch/run_spec.py", "import tfdist.launch.cli.main", "arrow: launch/run_spec -> launch/cli"),
     ("tfdist/launch/__init__.py", "from tfdist.launch.restart import x", "arrow: launch -> launch/restart"),
     ("examples/a.py", "from tfdist.launch.processes import x", "arrow: examples -> launch/processes"),
     ("tfdist/transport/nonblocking_connection.py", "from tfdist.launch import x", "arrow: transport -> launch"),

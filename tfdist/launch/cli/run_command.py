@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from tfdist import cluster
 from tfdist.cluster.slurm import is_outside_allocation
 from tfdist.launch.cli.run_options import apply_plan, read_node_options, start_timeout
-from tfdist.launch.process_roles import count_computing, describe_jobs
 from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
@@ -21,7 +20,7 @@ from tfdist.launch.processes.run_status import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.node_client import join_run
 from tfdist.launch.restart.attempt_outcome import ErrorFile
-from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec
+from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec, count_computing, describe_jobs
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 

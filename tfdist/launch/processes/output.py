@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.processes.run_status import RunStatus, StatusLine
+from tfdist.launch.run_spec import Role
 from tfdist.utils.argument_checks import UsageError
 
 _UNFINISHED_SECONDS = 2.0

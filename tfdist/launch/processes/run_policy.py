@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
-from tfdist.launch.run_spec import RunSpec
+from tfdist.launch.run_spec import Role, RunSpec
 from tfdist.utils.cores_and_ports import ReservedPorts
 
 

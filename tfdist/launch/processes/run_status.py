@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping
 
-from tfdist.launch.process_roles import Role, count_workers, describe_jobs
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.restart.attempt_outcome import fit_suffix
+from tfdist.launch.run_spec import Role, count_workers, describe_jobs
 from tfdist.utils.formatting import counted, format_duration
 
 _CHECKPOINT_MESSAGE_SECONDS = 10.0  # minimum time between two messages about checkpoints
@@ -21,8 +21,8 @@ class RunStatus:
 
     `FailureRecovery` reports steps and checkpoints; without it only the workers are shown.
 
-    >>> from tfdist.launch.process_roles import worker_roles
-    >>> roles = worker_roles(2)
+    >>> from tfdist.launch.run_spec import run_roles
+    >>> roles = run_roles(2)
     >>> monitor = HeartbeatMonitor(roles, now=0.0, heartbeat_timeout_seconds=10.0, stall_timeout_seconds=0.0)
     >>> status = RunStatus(2)
     >>> status.begin_attempt(1, roles, monitor, now=0.0)

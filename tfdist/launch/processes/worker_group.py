@@ -5,10 +5,10 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from tfdist.launch.process_roles import SERVER_COMMAND, Role
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, reap_orphans
 from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_process import WorkerProcess
+from tfdist.launch.run_spec import SERVER_COMMAND, Role
 
 _REAP_SECONDS = 1.0
 _POLL_SECONDS = 0.05

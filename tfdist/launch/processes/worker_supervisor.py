@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
-from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.event_loop import EventLoop
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.processes.output import Console, OutputClosed, WorkerOutput
@@ -17,7 +16,7 @@ from tfdist.launch.processes.worker_process import WorkerProcess
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
-from tfdist.launch.run_spec import GracePeriods
+from tfdist.launch.run_spec import GracePeriods, Role, count_workers
 from tfdist.utils.formatting import signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05

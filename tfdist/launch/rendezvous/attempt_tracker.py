@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.run_spec import GracePeriods
+from tfdist.launch.run_spec import GracePeriods, Role, count_workers
 
 REPORTS = ("failed", "lost_peer", "no_worker", "done")
 """Types of the messages about an attempt."""

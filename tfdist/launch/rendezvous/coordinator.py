@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import describe_jobs
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.attempt_tracker import REPORTS, AttemptTracker
 from tfdist.launch.rendezvous.membership import (
@@ -17,7 +16,7 @@ from tfdist.launch.rendezvous.membership import (
     workers_left_out,
 )
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
-from tfdist.launch.run_spec import RunSpec
+from tfdist.launch.run_spec import RunSpec, describe_jobs
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.formatting import signal_name
 

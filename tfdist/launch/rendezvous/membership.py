@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.run_spec import RunSpec, bracketed
+from tfdist.launch.run_spec import Role, RunSpec, bracketed
 from tfdist.utils.cores_and_ports import is_loopback
 
 SUSPICIOUS_HEARTBEATS = 2.5

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import count_workers, run_roles
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, encode_outcome
-from tfdist.launch.run_spec import NodeOptions, RunSpec
+from tfdist.launch.run_spec import NodeOptions, RunSpec, count_workers, run_roles
 from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
 from tfdist.transport.transport_errors import (
     ConnectionClosedError,

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.worker_exit import WorkerExit, root_cause
+from tfdist.launch.run_spec import Role
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.formatting import signal_name
