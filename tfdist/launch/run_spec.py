@@ -178,9 +178,6 @@ class RunSpec:
     ) -> "RunSpec":
         """Checks arguments of `from_notebook`, `on_ray`, `on_spark` or `on_dask`, and returns the run.
 
-        Raises:
-            ValueError: If one is invalid.
-
         >>> RunSpec.of_call(workers=2, log_dir=b"logs").log_dir
         'logs'
         """

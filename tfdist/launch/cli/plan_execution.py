@@ -37,11 +37,7 @@ _TIMEOUT_OF_PEERS = 60.0
 
 
 def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measurements]) -> int:
-    """Measures the program, prints the plans, and returns the exit code.
-
-    Raises:
-        UsageError: The command or the environment is invalid. Nothing was measured or written then.
-    """
+    """Measures the program, prints the plans, and returns the exit code; see `plan_command.execute`."""
     script = options.script[1:] if options.script[:1] == ["--"] else options.script
     _check(options, script)
     earlier = _earlier(options.probe) if options.probe else None
@@ -245,9 +241,6 @@ def measured_link(
 
     Exchanges wait for the slowest link, so its bandwidth is the smallest of both directions of all links, and its
     latency half of the longest round trip.
-
-    Raises:
-        UsageError: Tasks did not answer each other, or a link could not be measured.
     """
     # Imported late: other commands do not need them.
     from tfdist.doctor.check_context import CheckContext

@@ -28,12 +28,9 @@ _START_TIMEOUT_VARIABLE = "TFDIST_START_TIMEOUT"
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Runs the workers until the run ends and returns the exit code.
+    """Runs the workers until the run ends and returns the exit code. After a UsageError no worker was started.
 
     Moves this process into a network namespace if `--network` allows it, so it must be single-threaded.
-
-    Raises:
-        UsageError: If the command or the environment is invalid. No worker was started then.
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         # If the parent process ignored it, the kernel would discard the workers' exit codes.

@@ -195,12 +195,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def apply_plan(options: argparse.Namespace) -> dict[str, str]:
     """Sets the options `workers`, `parameter_servers` and `chief` by the plan, if there is one.
 
-    Returns:
-        Variables for the environment of the processes.
-
-    Raises:
-        UsageError: There is neither a plan nor a number of workers; the file cannot be read or has no fitting plan; or
-            other options contradict the plan.
+    Returns variables for the environment of the processes. Raises a UsageError also without a plan and workers.
     """
     if options.plan is None:
         if options.workers is None:
@@ -251,7 +246,6 @@ def _check_roles_are_not_given(options: argparse.Namespace) -> None:
 
 
 def _add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for several hosts."""
     group = parser.add_argument_group(
         "several hosts",
         "Start the same command on every host, each with another --node-rank. --workers is the number on this host; "
@@ -290,11 +284,7 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_node_options(options: argparse.Namespace, environ: Mapping[str, str]) -> NodeOptions | None:
-    """Returns the options of a run on several hosts, or None for a run on one.
-
-    Raises:
-        UsageError: If an option is missing or invalid.
-    """
+    """Returns the options of a run on several hosts after checks, or None for a run on one."""
     nodes, rank = options.nodes, options.node_rank
     if rank is not None and rank >= nodes:
         raise UsageError(

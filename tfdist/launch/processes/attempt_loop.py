@@ -50,9 +50,6 @@ class AttemptLoop:
         Returns:
             The exit code: 0; 75 if all workers were preempted; the exit code of the first failure of the last attempt;
             69 on a host that lost the others; or 128 + the number of the signal that ended the run.
-
-        Raises:
-            OSError: If a worker could not be started in the first attempt.
         """
         become_subreaper()
         spared = child_pids()

@@ -79,12 +79,10 @@ class EventLoop:
                 self._selector.unregister(fd)
 
     def show_unfinished(self, *, now: float) -> None:
-        """Shows unfinished lines that are due."""
         for output in self._outputs.values():
             output.show_unfinished(now=now)
 
     def close(self) -> None:
-        """Stops waiting for anything."""
         self._selector.close()
 
     def _read(self, fd: int, worker: WorkerProcess, is_error: bool) -> int:

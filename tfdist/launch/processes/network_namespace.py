@@ -29,7 +29,6 @@ class Network:
     has_servers: bool = True  # whether processes of the run start TensorFlow's server
 
     def describe(self) -> str:
-        """Returns the message for the user, if there is one."""
         if self.is_private:
             return "private network: only the workers reach each other (scripts that need the internet: --network host)"
         if not self.has_servers:
@@ -45,14 +44,8 @@ class Network:
 def choose_network(mode: str, *, has_servers: bool) -> Network:
     """Moves this process into a network namespace if `mode` requests it and the host permits it.
 
-    Call this while the process has one thread, and before any port is chosen.
-
-    Args:
-        mode: `"private"`, `"auto"` (private if there are servers and the host permits it) or `"host"`.
-        has_servers: Whether processes of the run start TensorFlow's server.
-
-    Raises:
-        UsageError: If `mode` is `"private"` and the host does not permit it.
+    Call this while the process has one thread, and before any port is chosen. `mode` is `"private"`, `"auto"`
+    (private if there are servers and the host permits it) or `"host"`.
     """
     if mode == "host" or (mode == "auto" and not has_servers):
         return Network(is_private=False, has_servers=has_servers)
@@ -72,8 +65,7 @@ def choose_network(mode: str, *, has_servers: bool) -> Network:
 def enter_private_network() -> None:
     """Moves this process into a new network namespace and enables loopback.
 
-    Raises:
-        OSError: If a step is not permitted. Earlier steps are not undone: try in a child process first.
+    After an OSError earlier steps are not undone: try in a child process first.
     """
     uid, gid = os.geteuid(), os.getegid()
     try:

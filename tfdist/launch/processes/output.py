@@ -40,13 +40,9 @@ class OutputClosed(Exception):
 
 
 class Console:
-    """The launcher's own output, written line by line and immediately.
+    """The launcher's own output, written line by line and immediately, above the status line on a terminal.
 
-    Args:
-        stdout: File descriptor for the workers' standard output.
-        stderr: File descriptor for the workers' standard error and for messages of the launcher.
-        status_line: The line below the others if `stderr` is a terminal, or None.
-        node: The number of this node, where the output of several nodes is one stream; None: it is this node's own.
+    `node` is the number of this node, where the output of several nodes is one stream; None: it is this node's own.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class Console:
 
     @property
     def has_status_line(self) -> bool:
-        """Whether a line has to be repainted."""
         return self._status_line is not None and self._status is not None
 
     def follow(self, status: RunStatus | None, *, now: float) -> None:
@@ -86,7 +81,6 @@ class Console:
             self._paint(self._status_line.update(self._status.line(now=now), now=now))
 
     def say(self, *lines: str) -> None:
-        """Shows messages of the launcher."""
         self.write(self._prefix, lines, is_error=True)
 
     def say_to_all(self, *lines: str) -> None:
@@ -101,11 +95,7 @@ class Console:
                 self.say(line)
 
     def write(self, prefix: str, lines: Sequence[str], *, is_error: bool) -> None:
-        """Shows lines behind a prefix, in one system call where possible.
-
-        Raises:
-            OutputClosed: If the reader is gone.
-        """
+        """Shows lines behind a prefix, in one system call where possible."""
         if lines:
             text = "".join(f"{prefix}{line}\n" for line in lines)
             fd = self._stderr if is_error else self._stdout
@@ -127,13 +117,7 @@ class Console:
 
 
 class LogFiles:
-    """The log file of each process, for example `rank-0.log`.
-
-    The directory is created if it does not exist; None: no files.
-
-    Raises:
-        UsageError: If it cannot be created.
-    """
+    """The log file of each process, for example `rank-0.log`, in a directory that is created; None: no files."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -145,11 +129,7 @@ class LogFiles:
             raise self._error(error) from error
 
     def open(self, roles: Mapping[int, Role], *, attempt: int) -> dict[int, BinaryIO | None]:
-        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator.
-
-        Raises:
-            UsageError: If a file cannot be opened.
-        """
+        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator."""
         if self._directory is None:
             return dict.fromkeys(roles)
         files: dict[int, BinaryIO | None] = {}
@@ -169,7 +149,6 @@ class LogFiles:
         return files
 
     def close(self) -> None:
-        """Closes all files."""
         for file in self._files.values():
             file.close()
 
@@ -293,7 +272,6 @@ class WorkerOutput:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an unfinished line waits to be shown."""
         return any(splitter.is_pending for splitter in self._splitters.values())
 
     @property
@@ -302,11 +280,9 @@ class WorkerOutput:
         return tuple(self._last)
 
     def feed(self, data: bytes, *, is_error: bool, now: float) -> None:
-        """Processes the next bytes of a stream."""
         self._show(self._splitters[is_error].feed(self._decoders[is_error].decode(data), now=now), is_error)
 
     def show_unfinished(self, *, now: float) -> None:
-        """Shows unfinished lines that are due."""
         for is_error, splitter in self._splitters.items():
             self._show(splitter.unfinished(now=now), is_error)
 

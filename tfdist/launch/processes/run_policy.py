@@ -29,7 +29,6 @@ class AttemptStart:
 
     @property
     def local_roles(self) -> dict[int, Role]:
-        """The processes of this host, by rank."""
         return {rank: self.roles[rank] for rank in self.local_ranks}
 
 
@@ -43,7 +42,6 @@ class ShutdownOrder:
     only_script: bool = False  # whether to end only processes that run the script, which may need the others to save
 
     def as_message(self) -> dict[str, Any]:
-        """Returns the fields of a message to other hosts."""
         return {"reason": self.reason, "signal": self.stop_signal, "kill": self.kill, "only_script": self.only_script}
 
 
@@ -69,11 +67,7 @@ class RunPolicy(Protocol):
 
     @abc.abstractmethod
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        """Takes the outcome of the attempt on this host.
-
-        Raises:
-            OSError: If no worker could be started at all.
-        """
+        """Takes the outcome of the attempt on this host. Raises an OSError if no worker could be started at all."""
 
     @property
     def descriptor(self) -> int | None:
@@ -93,11 +87,7 @@ class RunPolicy(Protocol):
         return
 
     def report_lost_peer(self, text: str) -> bool:
-        """Reports a worker that failed because it lost a peer.
-
-        Returns:
-            Whether the other hosts decide what follows.
-        """
+        """Reports a worker that failed because it lost a peer; returns whether the other hosts decide what follows."""
         return False
 
     @property
@@ -126,7 +116,6 @@ class SingleNodePolicy(RunPolicy):
         self._end: RunEnd | None = None
 
     def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        """Waits for the delay before a restart; a signal ends the run."""
         if self._end is not None:
             return self._end
         if self._attempt > 0:
@@ -150,7 +139,6 @@ class SingleNodePolicy(RunPolicy):
         )
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        """Reports the outcome to the user and decides what follows."""
         is_stopped = bool(signals.received)
         if outcome.start_failure is not None and outcome.attempt == 0 and not is_stopped:
             raise outcome.start_failure[1]

@@ -137,10 +137,7 @@ class StatusLine:
 
     @classmethod
     def on(cls, fd: int, environ: Mapping[str, str], encoding: str) -> "StatusLine | None":
-        """Returns the line of a terminal that can repaint it, or None for any other file.
-
-        TERM and NO_COLOR of the environment are used.
-        """
+        """Returns the line of a terminal that can repaint it, by TERM and NO_COLOR, or None for any other file."""
         if not os.isatty(fd) or environ.get("TERM", "dumb") in ("", "dumb"):
             return None
         is_ascii = encoding.lower().replace("-", "") != "utf8"

@@ -29,9 +29,6 @@ class WorkerProcess:
     The process leads a session, so that a signal can be sent to it and all its children, and Ctrl-C on the terminal
     reaches the launcher only. The kernel kills it when the launcher dies. Start it from the launcher's main thread,
     because the kernel watches the thread. Its environment is complete but for the number of its heartbeat socket.
-
-    Raises:
-        OSError: If the system has no room for another process.
     """
 
     def __init__(
@@ -79,12 +76,10 @@ class WorkerProcess:
         return self._process.poll()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Waits until the process has exited, at most for `timeout_seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
 
     def read_heartbeats(self) -> Iterator[bytes]:
-        """Yields the heartbeats that have arrived."""
         for _ in range(_MAX_DATAGRAMS):
             try:
                 yield self.heartbeats.recv(_MAX_DATAGRAM_BYTES)
@@ -120,7 +115,6 @@ class WorkerProcess:
         return self._group_is_gone
 
     def close(self) -> None:
-        """Closes the descriptors."""
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()

@@ -67,11 +67,7 @@ class WorkerSupervisor:
         self._suspects_freeze = False
 
     def run(self) -> Outcome:
-        """Runs the workers until all have exited.
-
-        Raises:
-            OutputClosed: If the reader of the output is gone.
-        """
+        """Runs the workers until all have exited. Raises `OutputClosed` if the reader of the output is gone."""
         self._events.watch(self._signals.fd, self._signals.clear_wakeup)
         if self._policy_fd is not None:
             self._events.watch(self._policy_fd, lambda: None)
@@ -340,7 +336,6 @@ class _OutcomeBuilder:
         return "no cause was found in time" if cause is None else f"{cause.name}: {cause.describe()}"
 
     def record_frozen(self, rank: int, reason: str) -> None:
-        """Records that a worker is frozen and will be killed."""
         self._failure_reasons[rank] = f"frozen: {reason}"
 
     def worker_exit(
@@ -367,7 +362,6 @@ class _OutcomeBuilder:
         )
 
     def build(self, shutdown_began_at: float | None, monitor: HeartbeatMonitor) -> Outcome:
-        """Returns the outcome of the attempt."""
         errors = {
             rank: error
             for rank, error in monitor.errors.items()

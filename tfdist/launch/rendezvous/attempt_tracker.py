@@ -42,13 +42,9 @@ class AttemptTracker:
     def receive(
         self, node: Node, message: Mapping[str, Any], *, grace_periods: GracePeriods, now: float
     ) -> dict[str, Any] | None:
-        """Takes one of the `REPORTS` of a node that runs the attempt.
+        """Takes one of the `REPORTS` of a node that runs the attempt, and returns the answer, if any.
 
-        Returns:
-            The answer, or None.
-
-        Raises:
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        ValueError, KeyError and TypeError mean that the message is malformed.
         """
         match message["type"]:
             case "failed":
@@ -74,11 +70,7 @@ class AttemptTracker:
         self._lost_peer, self._lost_peer_from = self._lost_peer or text, now
 
     def lose(self, node: Node, text: str, *, now: float) -> str:
-        """Records the loss of a node.
-
-        Returns:
-            What follows, for the user, if the training continues without the node.
-        """
+        """Records the loss of a node; returns what follows, for the user, if the training continues without it."""
         self._nodes.remove(node)
         is_needed = not all(role.is_restarted_alone for role in node.roles.values())
         if self.order is None and not is_needed and self._has_workers:
@@ -91,8 +83,7 @@ class AttemptTracker:
     def take_back(self, node: Node) -> bool:
         """Lets a node run the processes that were lost with it, if it has joined again at the same address.
 
-        Returns:
-            Whether it takes part in the attempt.
+        Returns whether it takes part in the attempt.
         """
         absent_node = self._absent.get(node.rank)
         if absent_node is None or self.order is not None or self.is_over:
@@ -106,7 +97,6 @@ class AttemptTracker:
         return True
 
     def stop(self, number: int, text: str, *, again: bool, now: float) -> None:
-        """Records a signal to a supervisor."""
         self.is_stopped = True
         if self.order is None:
             has_chief = any(node.has_chief for node in self._nodes)

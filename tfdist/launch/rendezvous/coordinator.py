@@ -59,12 +59,7 @@ class RunCoordinator:
         return self._phase is _RunPhase.OVER
 
     def join(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> Node | None:
-        """Adds a node, or rejects it and returns None.
-
-        Raises:
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
-            ConnectionClosedError: If the node is gone.
-        """
+        """Adds a node, or rejects it and returns None. ValueError, KeyError and TypeError: malformed message."""
         if self.is_over:
             reason = "Received: a request to join after the end of the run. Expected: a run in progress."
             connection.send({"type": "rejected", "reason": reason})
@@ -89,11 +84,7 @@ class RunCoordinator:
         return node
 
     def handle(self, node: Node, message: Mapping[str, Any], *, now: float) -> None:
-        """Handles a message of a node.
-
-        Raises:
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
-        """
+        """Handles a message of a node. ValueError, KeyError and TypeError mean that it is malformed."""
         node.heard_at = now
         kind, tracker = message["type"], self._tracker
         if kind == "heartbeat":
@@ -118,7 +109,6 @@ class RunCoordinator:
             self._handle_loss(node, reason, now)
 
     def tick(self, *, now: float) -> None:
-        """Does everything that is due."""
         limit = self._spec.heartbeat_timeout
         while self._broken:
             node, reason = self._broken.pop()
@@ -137,7 +127,6 @@ class RunCoordinator:
             self._broadcast({"type": "heartbeat"})
 
     def abort(self, reason: str) -> None:
-        """Ends the run because it cannot continue."""
         self._finish(LOST_RUN_EXIT_CODE, [reason])
 
     def _gather(self, now: float) -> None:

@@ -37,9 +37,6 @@ class CoordinatorProcess:
 
     If `host` is a loopback address it serves this host only; otherwise it listens on all interfaces, as TensorFlow's
     servers do.
-
-    Raises:
-        UsageError: If the process cannot listen on the port.
     """
 
     def __init__(self, host: str, port: int, token: str, spec: RunSpec, console: Console) -> None:
@@ -59,10 +56,7 @@ class CoordinatorProcess:
         server.close()
 
     def close(self, *, is_graceful: bool) -> None:
-        """Ends the process.
-
-        If `is_graceful`, the process may first announce the end of the run to all nodes, in limited time.
-        """
+        """Ends the process; if `is_graceful`, it may first announce the end of the run to all nodes for a while."""
         deadline = time.monotonic() + (2 * _FAREWELL_SECONDS if is_graceful else 0.0)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG)[0] == 0:

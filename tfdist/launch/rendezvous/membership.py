@@ -73,12 +73,10 @@ class Membership:
 
     @property
     def nodes(self) -> list[Node]:
-        """The present nodes, by rank."""
         return [self._nodes[rank] for rank in sorted(self._nodes)]
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of the absent nodes."""
         return [rank for rank in range(self._spec.nodes) if rank not in self._nodes]
 
     @property
@@ -92,18 +90,12 @@ class Membership:
         return sum(self._sizes.values())
 
     def find(self, rank: int) -> Node | None:
-        """Returns the node with a rank, or None if it is absent."""
         return self._nodes.get(rank)
 
     def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
-        """Adds a node.
+        """Adds a node; returns it, and the silent node of the same rank that it replaces, or None.
 
-        Returns:
-            The node, and the silent node of the same rank that it replaces, or None.
-
-        Raises:
-            JoinRejectedError: If the node does not fit.
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        Raises a JoinRejectedError if the node does not fit; ValueError, KeyError or TypeError: malformed message.
         """
         rank, workers = int(message["node"]), int(message["workers"])
         spec, node_options = self._spec, message["options"]
@@ -132,7 +124,6 @@ class Membership:
         return node, previous_node
 
     def remove(self, node: Node) -> None:
-        """Removes a node that is lost."""
         if self._nodes.get(node.rank) is node:
             del self._nodes[node.rank]
 

@@ -54,11 +54,7 @@ class NodeClient(RunPolicy):
         self._stops_sent = 0
 
     def join(self, request: Mapping[str, Any]) -> None:
-        """Asks to join, and waits for the answer.
-
-        Raises:
-            UsageError: If the coordinator rejects this node or does not answer.
-        """
+        """Asks to join, and waits for the answer. Raises a UsageError if the coordinator rejects this node."""
         deadline = time.monotonic() + _JOIN_SECONDS
         try:
             self._connection.send({**request, "address": self.address})
@@ -77,16 +73,13 @@ class NodeClient(RunPolicy):
 
     @property
     def descriptor(self) -> int | None:
-        """The descriptor that becomes readable with a message of the coordinator; None after its loss."""
         return self._connection.fileno() if self.is_connected else None
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection is open."""
         return self._connection.fileno() >= 0
 
     def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        """Waits until the coordinator starts an attempt or ends the run."""
         while self._start is None and self._end is None:
             self._wait(signals)
         start, self._start = self._start, None
@@ -98,14 +91,12 @@ class NodeClient(RunPolicy):
         return start
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        """Reports the outcome on this node, and waits until the attempt is over on all nodes."""
         self._send({"type": "done", "attempt": self._attempt, "outcome": encode_outcome(outcome)})
         finished = self._attempt
         while self._attempt == finished and self._end is None:
             self._wait(signals)
 
     def poll(self, *, suspects_freeze: bool = False) -> None:
-        """Handles received messages and sends a heartbeat if it is due. Call this several times a second."""
         if not self.is_connected:
             return
         try:
@@ -123,15 +114,9 @@ class NodeClient(RunPolicy):
             self._disconnect(str(error))
 
     def report_failure(self, text: str) -> None:
-        """Reports at once a failure with a cause on this node."""
         self._send({"type": "failed", "attempt": self._attempt, "text": text})
 
     def report_lost_peer(self, text: str) -> bool:
-        """Reports a failure that only reports a lost peer; the coordinator decides whether the attempt ends.
-
-        Returns:
-            Whether the coordinator can decide.
-        """
         if not self._has_reported_lost_peer:
             self._has_reported_lost_peer = True
             self._send({"type": "lost_peer", "attempt": self._attempt, "text": text})
@@ -143,18 +128,15 @@ class NodeClient(RunPolicy):
         return self._has_other_workers
 
     def report_no_worker(self) -> None:
-        """Reports that no worker of this host is left; the coordinator answers if no other host has any."""
         self._send({"type": "no_worker", "attempt": self._attempt})
 
     def report_signals(self, received: Sequence[int]) -> None:
-        """Reports the signals that this supervisor received, each once."""
         for index, number in enumerate(received):
             if index >= self._stops_sent:
                 self._send({"type": "stop", "signal": int(number), "again": number in received[:index]})
         self._stops_sent = max(self._stops_sent, len(received))
 
     def close(self) -> None:
-        """Leaves the run."""
         self._release_ports()
         if self.is_connected:
             self._connection.close()
@@ -256,15 +238,9 @@ class NodeClient(RunPolicy):
 
 @contextlib.contextmanager
 def join_run(node: NodeOptions, spec: RunSpec, console: Console, *, error_file: ErrorFile) -> Iterator[NodeClient]:
-    """Joins the run, and leaves it at the end of the `with` block.
+    """Joins the run, and leaves it at the end of the `with` block, which gets the run policy of this host.
 
-    Call this while the process has one thread.
-
-    Yields:
-        The run policy of this host.
-
-    Raises:
-        UsageError: If it cannot join. No worker was started then.
+    Call this while the process has one thread. After a UsageError no worker was started.
     """
     with contextlib.ExitStack() as undo:
         has_joined = False
@@ -292,11 +268,7 @@ def join_run(node: NodeOptions, spec: RunSpec, console: Console, *, error_file: 
 def connect_to_coordinator(
     host: str, port: int, token: str, *, timeout_seconds: float, say: Callable[[str], None]
 ) -> NonblockingConnection:
-    """Connects to the coordinator, which may not be up yet.
-
-    Raises:
-        UsageError: If the coordinator does not answer in time, or has another token, protocol or version.
-    """
+    """Connects to the coordinator, which may not be up yet."""
     where = f"{host}:{port}"
     try:
         return dial(

@@ -97,7 +97,6 @@ class Outcome:
         return self.roles[rank].name if self.roles else f"worker {rank}"
 
     def runs_script(self, rank: int) -> bool:
-        """Whether a process runs the user's script."""
         return not self.roles or self.roles[rank].runs_script
 
     @property
@@ -177,11 +176,7 @@ def encode_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
-    """Returns the outcome of a message.
-
-    Raises:
-        ValueError: If the message is malformed. KeyError and TypeError mean the same.
-    """
+    """Returns the outcome of a message. ValueError, KeyError and TypeError mean that it is malformed."""
     start_failure = message["start_failure"]
     errors = message["errors"]
     return Outcome(
@@ -216,15 +211,10 @@ def _optional_int(number: Any) -> int | None:
 
 
 class ErrorFile:
-    """One file for the last failed attempt, or one file for each attempt in the log directory.
+    """One file for the last failed attempt, or, without `path`, one for each attempt in the log directory, if there is
+    one.
 
-    Args:
-        path: The file, replaced by every failed attempt; None: `attempt-<number>.json` in `directory`.
-        directory: The log directory; None, and no path: nothing is written.
-        is_new_run: Whether to remove the files of an earlier run immediately.
-
-    Raises:
-        UsageError: If the file cannot be written.
+    With `is_new_run` the files of an earlier run are removed immediately.
     """
 
     def __init__(self, path: Path | None, directory: Path | None, *, is_new_run: bool = True) -> None:
@@ -241,11 +231,7 @@ class ErrorFile:
             ) from error
 
     def clear(self) -> None:
-        """Removes the files of an earlier run.
-
-        Raises:
-            OSError: If a file cannot be removed, or the directory does not exist.
-        """
+        """Removes the files of an earlier run."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         elif self._directory is not None:
@@ -254,11 +240,7 @@ class ErrorFile:
                     file.unlink(missing_ok=True)  # another host may use the same directory
 
     def write(self, entry: dict[str, Any]) -> str:
-        """Writes an entry of `error_entry` atomically.
-
-        Returns:
-            Why it could not be written, or an empty string.
-        """
+        """Writes an entry of `error_entry` atomically; returns why it could not be written, or an empty string."""
         path = self._path
         if path is None:
             if self._directory is None:

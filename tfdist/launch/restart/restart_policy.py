@@ -193,11 +193,7 @@ class WorkerBackoff:
         return f"no worker is left (--worker-restarts {self._limit})"
 
     def record_exit(self, rank: int, *, now: float, has_others: bool = False) -> str:
-        """Records that a worker exited or could not be started.
-
-        Returns:
-            What follows, for the user.
-        """
+        """Records that a worker exited or could not be started; returns what follows, for the user."""
         worker = self._workers[rank]
         worker.has_exited, worker.due_at = True, None
         if worker.restarts_left == 0:
@@ -213,7 +209,6 @@ class WorkerBackoff:
         return f"{meanwhile}; restart in {worker.delay:g} s"
 
     def due(self, *, now: float) -> list[int]:
-        """Returns the workers to restart now."""
         return [rank for rank, worker in self._workers.items() if worker.due_at is not None and now >= worker.due_at]
 
 
