@@ -39,12 +39,7 @@ class Channel:
     """Exchanges arrays, one after another, in the order in which all workers call them.
 
     Each method raises the `ExchangeError` of the group when a worker is lost, calls another exchange or is late.
-
-    Args:
-        rank: The rank of this worker.
-        links: The link to each worker, by rank; `None` for this worker.
-        failure: The failure of the group.
-        name: The name of the channel.
+    `links` are by rank; `None` for this worker.
     """
 
     def __init__(self, rank: int, links: Sequence[WorkerLink | None], failure: GroupFailure, name: str = "") -> None:
@@ -131,11 +126,7 @@ class Channel:
         return received
 
     def all_gather_bytes(self, data: bytes, limit: int = 2**24) -> list[bytes]:
-        """Returns the bytes of all workers, by rank, which may have different lengths.
-
-        Raises:
-            ValueError: A worker has more than `limit` bytes.
-        """
+        """Returns the bytes of all workers, by rank, which may have different lengths, at most `limit`."""
         lengths = self.all_gather(np.array([len(data)], np.int64))[:, 0]
         if lengths.max() > limit:
             raise ValueError(

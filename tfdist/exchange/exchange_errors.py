@@ -123,11 +123,9 @@ class GroupFailure:
         self._stalled: set[str] = set()
 
     def begins(self, channel: str, call: ExchangeCall) -> None:
-        """Notes what this worker exchanges on a channel."""
         self._running[channel] = call
 
     def ends(self, channel: str) -> None:
-        """Notes that the exchange on a channel has ended."""
         self._running.pop(channel, None)
         self._stalled.discard(channel)
 
@@ -172,15 +170,12 @@ class GroupFailure:
 
     @property
     def error(self) -> ExchangeError | None:
-        """The failure; `None` if there is none."""
         return self._error
 
     def wait(self) -> None:
-        """Waits until there is a failure."""
         self._known.wait()
 
     def check(self) -> None:
-        """Raises the failure, if there is one."""
         if self._error is not None:
             raise self._error.with_traceback(None)
 

@@ -31,14 +31,9 @@ _LAST_VALUES_SECONDS = 2.0  # how long values of others may arrive after a worke
 class GroupControl:
     """Keeps an authenticated connection to each other worker, in one thread.
 
-    Every worker learns of a failure from the worker that noticed it and from the lost worker's closed connection, so
-    all raise the same error within a moment. A worker that is silent for too long counts as lost.
-
-    Args:
-        rank: The rank of this worker.
-        connections: The connections to the other workers, by rank. `close` closes them.
-        failure: The failure of the group.
-        silence_seconds: The time after which a worker that says nothing is lost.
+    Every worker learns of a failure from the worker that noticed it and from the lost worker's closed connection,
+    so all raise the same error within a moment. A worker that is silent for `silence_seconds` counts as lost.
+    `close` closes the connections, which are by rank.
     """
 
     def __init__(
@@ -71,9 +66,6 @@ class GroupControl:
         """Gives all workers the value of the first worker that proposes one under a key; returns that value.
 
         Worker 0 decides which proposal is the first.
-
-        Raises:
-            ExchangeError: A worker is lost.
         """
         if self._rank == 0:
             self._take_first(key, value)
@@ -82,7 +74,6 @@ class GroupControl:
         return str(self.wait_for(key))
 
     def withdraw(self, key: str) -> None:
-        """Removes what was published under a key."""
         with self._changed:
             self._values.pop(key, None)
         self._send_to_all({"key": key})
@@ -97,8 +88,7 @@ class GroupControl:
     def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
         """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`.
 
-        Raises:
-            ExchangeError: A worker is lost, or has left and will publish nothing more.
+        An ExchangeError: a worker is lost, or has left and will publish nothing more.
         """
         failure, began = self._failure, time.monotonic()
 

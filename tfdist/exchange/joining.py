@@ -80,7 +80,6 @@ class _Joined:
     descriptors: tuple[int, ...] = ()
 
     def close(self) -> None:
-        """Closes the connection and the descriptors that came over it."""
         self.connection.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -100,17 +99,7 @@ class GroupConnections:
 
 
 class GroupJoin:
-    """Joins a group of workers.
-
-    Args:
-        rank: The rank of this worker.
-        addresses: `host:port` of each worker, by rank.
-        credentials: What workers prove to each other.
-        channels: The names of the channels.
-        encryption: Encrypts connections between hosts, if given.
-        shares_memory: Whether workers of one host exchange by shared memory.
-        check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
-    """
+    """Joins a group of workers; the arguments are those of `Exchange`."""
 
     def __init__(
         self,
@@ -137,13 +126,7 @@ class GroupJoin:
         self._reasons: dict[int, str] = {}  # why a worker is missing
 
     def join(self, timeout_seconds: float) -> GroupConnections:
-        """Connects with all workers.
-
-        Raises:
-            TimeoutError: Workers did not answer in time; the message names them and why.
-            OSError: The port of this worker is in use.
-            HandshakeError: A worker has another token or another description of the cluster.
-        """
+        """Connects with all workers. Errors are those of `Exchange`."""
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
         lower = range(self._rank)

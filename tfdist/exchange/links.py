@@ -24,22 +24,14 @@ class LinkBrokenError(ConnectionError):
 
 
 class WorkerLink(abc.ABC):
-    """A stream of segments to and from one worker.
-
-    Args:
-        peer: The rank of the other worker.
-    """
+    """A stream of segments to and from the worker of rank `peer`."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
 
     @abc.abstractmethod
     def send(self, segment: memoryview) -> bool:
-        """Sends as much of `segment` as possible. Call it with the same segment until it returns true.
-
-        Raises:
-            LinkBrokenError: The other worker is gone.
-        """
+        """Sends as much of `segment` as possible. Call it with the same segment until it returns true."""
 
     @abc.abstractmethod
     def receive(self, nbytes: int, into: memoryview | None = None) -> memoryview | None:
@@ -48,9 +40,6 @@ class WorkerLink(abc.ABC):
         Args:
             nbytes: At most `SEGMENT_BYTES`, all within one segment of the sender.
             into: Where to put the bytes. By default memory of the link, which is valid until `release`.
-
-        Raises:
-            LinkBrokenError: The other worker is gone.
         """
 
     @abc.abstractmethod
@@ -71,12 +60,7 @@ class WorkerLink(abc.ABC):
 
 
 class SocketLink(WorkerLink):
-    """A link over a TCP connection, possibly encrypted.
-
-    Args:
-        peer: The rank of the other worker.
-        connection: A connected socket. `close` closes it.
-    """
+    """A link over a TCP connection, possibly encrypted. `close` closes the socket."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         super().__init__(peer)

@@ -88,7 +88,6 @@ class Exchange:
         return self._failure.error
 
     def wait_for_failure(self) -> None:
-        """Waits until the exchange has failed."""
         self._failure.wait()
 
     def fail(self, cause: str) -> None:

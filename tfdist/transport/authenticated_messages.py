@@ -29,11 +29,7 @@ def encode_frame(body: bytes) -> bytes:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a frame body.
-
-    Raises:
-        FrameError: If the body is not a JSON object.
-    """
+    """Returns the JSON object of a frame body, or raises a FrameError."""
     try:
         return json_object(body)
     except ValueError as error:
@@ -54,14 +50,11 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Appends received bytes."""
         self._bytes += data
 
     def next(self) -> bytes | None:
-        """Returns the next complete body, or None.
-
-        Raises:
-            FrameError: If the body is too long, which its length shows before it arrives.
+        """Returns the next complete body, or None. A FrameError: it is too long, which its length shows before it
+        arrives.
         """
         if len(self._bytes) < _LENGTH.size:
             return None
@@ -97,11 +90,7 @@ class MessageCodec:
         self.buffer.feed(received)
 
     def encode(self, message: Mapping[str, Any]) -> bytes:
-        """Returns the frame of the next message to send.
-
-        Raises:
-            ValueError: If the message is too long.
-        """
+        """Returns the frame of the next message to send."""
         body = json.dumps(message).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             raise ValueError(
@@ -112,11 +101,7 @@ class MessageCodec:
         return frame
 
     def next(self) -> dict[str, Any] | None:
-        """Returns the next complete message, or None.
-
-        Raises:
-            FrameError: If the received bytes are not an authentic message.
-        """
+        """Returns the next complete message, or None. A FrameError: the received bytes are not authentic."""
         frame = self.buffer.next()
         if frame is None:
             return None

@@ -47,7 +47,8 @@ _MAX_REPORTS = 100
 class NonblockingConnection:
     """Sends and receives JSON objects after a handshake; see `MessageCodec`.
 
-    `close` closes the socket. `received` are bytes that arrived behind the handshake.
+    `close` closes the socket. `received` are bytes that arrived behind the handshake. Methods raise a
+    ConnectionClosedError if the other side is gone, does not read, or is not authentic.
     """
 
     def __init__(self, connection: socket.socket, keys: SessionKeys, received: bytes = b"") -> None:
@@ -71,32 +72,21 @@ class NonblockingConnection:
 
     @property
     def local_address(self) -> str:
-        """The address of this side."""
         return plain_address(self._socket.getsockname()[0])
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a part of a message waits to be sent."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message, or buffers it until the socket accepts it.
-
-        Raises:
-            ConnectionClosedError: If the other side is gone or does not read.
-            ValueError: If the message is too long.
-        """
+        """Sends a message, or buffers it until the socket accepts it."""
         self._unsent += self._codec.encode(message)
         self.flush()
         if len(self._unsent) > _MAX_UNSENT_BYTES:
             raise ConnectionClosedError("the other side does not read its messages")
 
     def flush(self) -> None:
-        """Sends as much as the socket accepts.
-
-        Raises:
-            ConnectionClosedError: If the other side is gone.
-        """
+        """Sends as much as the socket accepts."""
         while self._unsent:
             try:
                 with self._using_socket:
@@ -107,12 +97,7 @@ class NonblockingConnection:
                 raise ConnectionClosedError(error.strerror or str(error)) from error
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yields the messages that have arrived.
-
-        Raises:
-            ConnectionClosedError: After the last message, if the other side has closed the connection; at once, if the
-                received bytes are not an authentic message.
-        """
+        """Yields the messages that have arrived; then raises an error if the other side has closed the connection."""
         reason = ""
         while not reason:
             try:
@@ -155,11 +140,8 @@ def dial(
 ) -> NonblockingConnection:
     """Connects to a server and runs the handshake, again and again until one try succeeds or the time is over.
 
-    `on_wait` is called once with the reason if the server does not answer for two seconds.
-
-    Raises:
-        ConnectionClosedError: If no try succeeds in time; the text is the last reason.
-        ProtocolMismatchError, TokenRejectedError, InvalidProofError: If another try cannot succeed.
+    `on_wait` is called once with the reason if the server does not answer for two seconds. A ConnectionClosedError: no
+    try succeeds in time; the text is the last reason. Errors after which another try cannot succeed are raised at once.
     """
     began = time.monotonic()
     deadline = began + timeout_seconds
@@ -284,12 +266,7 @@ class _PendingConnection:
         self._buffer = FrameBuffer(max_bytes=MAX_HANDSHAKE_BYTES)
 
     def advance(self) -> NonblockingConnection | None:
-        """Reads what has arrived; returns the connection once it has proved the token.
-
-        Raises:
-            TransportError: If the connection must be refused.
-            OSError: If it is broken.
-        """
+        """Reads what has arrived; returns the connection once it has proved the token. An error: refuse it."""
         try:
             data = self.socket.recv(2 * MAX_HANDSHAKE_BYTES)
         except BlockingIOError:

@@ -59,7 +59,6 @@ class Versions(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> "Versions":
-        """Returns the versions here."""
         python = ".".join(platform.python_version_tuple()[:2])
         return cls(python, import_cloudpickle().__version__.partition(".")[0], tfdist.__version__)
 
@@ -137,13 +136,7 @@ class EngineCall:
         start_timeout_seconds: Any = START_TIMEOUT_SECONDS,
         **options: Any,
     ) -> "EngineCall":
-        """Checks the arguments of `caller`, such as "on_ray", and pickles the call. All rounds have the same seed.
-
-        Raises:
-            TypeError: If `function` is not callable, or it or an argument cannot be pickled.
-            ValueError: If an option is invalid.
-            ImportError: If cloudpickle is not installed.
-        """
+        """Checks the arguments of `caller`, such as "on_ray", and pickles the call. All rounds have the same seed."""
         check_function(function, caller=caller)
         check_seconds("start_timeout_seconds", start_timeout_seconds)  # the places have other defaults
         spec = RunSpec.of_call(start_timeout_seconds=start_timeout_seconds, **options)
@@ -204,15 +197,9 @@ def run_rounds(
 ) -> list[Any]:
     """Runs rounds until one ends by the function, and returns its values by rank.
 
-    Args:
-        call: What to call.
-        run_round: Asks the engine for places, runs the call in them, and returns their results. It raises
-            `LostPlaceError` if the engine has lost places, after stopping the others.
-        say: Shows the user why there is another round.
-
-    Raises:
-        WorkerError: If the function has failed, or places were lost more often than `max_restarts` allows.
-        UsageError: If the launcher rejects an option.
+    `run_round` asks the engine for places, runs the call in them, and returns their results. It raises
+    `LostPlaceError` if the engine has lost places, after stopping the others. `say` shows the user why there is
+    another round. A WorkerError also means that places were lost more often than `max_restarts` allows.
     """
     lost_ports = 0
     while True:

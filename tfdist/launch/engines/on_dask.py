@@ -35,13 +35,7 @@ def import_distributed() -> Any:
 
 @contextlib.contextmanager
 def client_in_use(client: Any) -> Iterator[Any]:
-    """Yields a client after checks, or the current one. In a task of Dask, secedes from the threads of its worker.
-
-    Raises:
-        TypeError: If `client` is something else.
-        ValueError: If it is asynchronous, or there is none.
-        ImportError: If Dask is not installed.
-    """
+    """Yields a client after checks, or the current one. In a task of Dask, secedes from the threads of its worker."""
     distributed = import_distributed()
     with contextlib.ExitStack() as stack:
         try:
@@ -93,11 +87,7 @@ def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWor
 
 
 def names_of_workers(client: Any) -> set[str]:
-    """Returns the addresses of all workers that Dask has now.
-
-    Raises:
-        ConnectionError: If Dask's scheduler does not answer.
-    """
+    """Returns the addresses of all workers that Dask has now."""
     try:
         return set(client.sync(client.scheduler.identity, callback_timeout=ANSWER_SECONDS)["workers"])
     except OSError as error:
@@ -116,12 +106,7 @@ def run_beside_tasks(
 ) -> dict[str, Any]:
     """Calls a function in Dask workers, whether or not their threads are busy.
 
-    Returns:
-        The value of each worker that has not been lost meanwhile.
-
-    Raises:
-        ImportError: If the function's module cannot be imported there.
-        TimeoutError: If a worker does not answer.
+    Returns the value of each worker that has not been lost meanwhile.
     """
     try:
         answers = client.run(function, *args, workers=list(names), on_error="return", callback_timeout=seconds)
@@ -143,12 +128,9 @@ def run_beside_tasks(
 
 
 def run_task(task: PlaceTask, pid: int) -> PlaceResult:
-    """Runs a place as a task of Dask.
+    """Runs a place as a task of Dask. `pid` is the process of the Dask worker that was asked.
 
-    `pid` is the process of the Dask worker that was asked.
-
-    Raises:
-        ReplacedWorkerError: If another process has taken over the address of the Dask worker, as after a restart.
+    Raises a ReplacedWorkerError if another process has taken over the address of the Dask worker, as after a restart.
     """
     if os.getpid() != pid:
         raise ReplacedWorkerError(pid)

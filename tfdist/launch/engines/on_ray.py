@@ -133,7 +133,7 @@ class _Actors:
             self._ray.util.remove_placement_group(self._group)
 
     def run_round(self, call: EngineCall) -> list[PlaceResult]:
-        """Runs a round; returns how it ended in each place. Raises LostPlaceError if actors were lost."""
+        """Runs a round; returns how it ended in each place."""
         limit = call.spec.start_timeout_seconds
         asked = [actor.address.remote() for actor in self._actors]
         answers, missing = self._gather(asked, call, limit, f"did not start within {limit:g} s", is_start=True)
@@ -221,11 +221,7 @@ def import_ray() -> Any:
 
 
 def check_placement(resources: Any, strategy: Any) -> None:
-    """Checks `resources_per_worker` and `placement_strategy`.
-
-    Raises:
-        ValueError: If one is invalid.
-    """
+    """Checks `resources_per_worker` and `placement_strategy`."""
     is_valid = all(isinstance(name, str) and is_number(value, at_least=0) for name, value in resources.items())
     if not is_valid or not any(resources.values()):
         raise ValueError(
@@ -265,12 +261,7 @@ def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> d
 
 
 def explain_lost_actor(rank: int, error: Exception) -> str:
-    """Returns a clause for a lost place.
-
-    Raises:
-        ImportError: If Ray's node cannot import tfdist.
-        Exception: `error`, if the place itself failed.
-    """
+    """Returns a clause for a lost place; raises an error that is not a loss."""
     ray = import_ray()
     text = " ".join(str(error).split())
     if "No module named 'tfdist" in text or "No module named 'cloudpickle" in text:

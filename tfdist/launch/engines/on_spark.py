@@ -100,7 +100,7 @@ class _Round:
         self._limit = time.monotonic() + call.spec.start_timeout_seconds
 
     def run(self) -> list[PlaceResult]:
-        """Runs the places; returns how they ended. Raises LostPlaceError if an executor was lost."""
+        """Runs the places; returns how they ended."""
         self._wait_for_slots()
         thread = import_pyspark().InheritableThread(target=self._collect)
         thread.daemon = True
@@ -208,13 +208,7 @@ def import_pyspark() -> Any:
 
 
 def context_of(spark: Any) -> Any:
-    """Returns the `SparkContext` of a session, by default the active one, after checks.
-
-    Raises:
-        ImportError: If Spark is not installed.
-        TypeError: If `spark` is something else.
-        ValueError: If there is no session, or Spark cannot run barrier stages in it.
-    """
+    """Returns the `SparkContext` of a session, by default the active one, after checks."""
     session = import_pyspark().sql.SparkSession
     if spark is None:
         try:

@@ -40,10 +40,7 @@ def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
     """Pickles a value. Functions and classes that are not in a module are pickled with everything they use.
 
     Tensors are accepted if `tensors` is true: unpickling one in a worker initializes TensorFlow before its strategy.
-
-    Raises:
-        PicklingError: If the value cannot be pickled, or holds an object that belongs to its process: a variable, a
-            model, a dataset or an open file.
+    A value that holds an object of its process (a variable, model, dataset or open file) is a PicklingError.
     """
     cloudpickle = import_cloudpickle()
     rejected = _loaded(_PROCESS_BOUND if tensors else (_TENSOR, *_PROCESS_BOUND))
@@ -177,11 +174,7 @@ def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
 
 
 def check_function(function: Any, *, caller: str) -> None:
-    """Checks the first argument of `caller`.
-
-    Raises:
-        TypeError: It is not callable.
-    """
+    """Checks the first argument of `caller`."""
     if not callable(function):
         text = repr(function)
         raise TypeError(
@@ -192,11 +185,7 @@ def check_function(function: Any, *, caller: str) -> None:
 
 
 def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
-    """Returns a call for `write_call`.
-
-    Raises:
-        TypeError: The function or an argument cannot be pickled; the message names it.
-    """
+    """Returns a call for `write_call`. A TypeError names what cannot be pickled."""
     file = io.BytesIO()
     pickle.dump(_cells(), file)
     try:

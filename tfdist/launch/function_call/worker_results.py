@@ -182,18 +182,10 @@ def values_by_rank(
     workers: int | None = None,
     last_lines: Sequence[str],
 ) -> list[Any]:
-    """Returns the values of the last attempt of a run.
+    """Returns the values of the last attempt of a run, or raises a WorkerError.
 
-    Args:
-        exit_code: Exit code of the launcher.
-        failure: The launcher's error file, or None if it wrote none.
-        results: The results of workers, by attempt and rank.
-        calls: How many processes have called the function.
-        workers: How many workers there are, if others than those have called it.
-        last_lines: What the launcher said last.
-
-    Raises:
-        WorkerError: If the exit code is not 0, or a value is missing, or could not be pickled or restored.
+    `failure` is the launcher's error file, or None if it wrote none; `calls` says how many processes have called the
+    function; `workers` how many workers there are, if others than those have called it.
     """
     if exit_code != 0:
         if failure is None or exit_code == PREEMPTED_EXIT_CODE:
