@@ -60,7 +60,6 @@ class Encryption:
     authority: str
 
     def wrap(self, connection: socket.socket, *, is_server: bool) -> socket.socket:
-        """Returns the encrypted connection."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # addresses of workers change; the authority says who is a worker
         context.verify_mode = ssl.CERT_REQUIRED

@@ -53,9 +53,7 @@ class FrameBuffer:
         self._bytes += data
 
     def next(self) -> bytes | None:
-        """Returns the next complete body, or None. A FrameError: it is too long, which its length shows before it
-        arrives.
-        """
+        """Returns the next complete body, or None. A FrameError: its length, which arrives first, is too long."""
         if len(self._bytes) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._bytes)
@@ -90,7 +88,6 @@ class MessageCodec:
         self.buffer.feed(received)
 
     def encode(self, message: Mapping[str, Any]) -> bytes:
-        """Returns the frame of the next message to send."""
         body = json.dumps(message).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             raise ValueError(

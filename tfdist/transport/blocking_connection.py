@@ -21,15 +21,6 @@ class BlockingConnection:
 
     `close` closes the socket. `received` are bytes that arrived behind the handshake. Methods raise a
     ConnectionClosedError if the other side is gone, does not read or answer in time, or is not authentic.
-
-    >>> ends = socket.socketpair()
-    >>> ours = BlockingConnection(ends[0], SessionKeys(b"client", b"server"))
-    >>> theirs = BlockingConnection(ends[1], SessionKeys(b"server", b"client"))
-    >>> ours.send({"do": "echo"})
-    >>> theirs.receive(timeout_seconds=1)
-    {'do': 'echo'}
-    >>> ours.close()
-    >>> theirs.close()
     """
 
     def __init__(self, connection: socket.socket, keys: SessionKeys, received: bytes = b"") -> None:

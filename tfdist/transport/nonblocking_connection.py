@@ -197,7 +197,6 @@ class Listener:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors to poll for input."""
         return [self._server.fileno(), *self._pending]
 
     def accept(self, *, now: float) -> list[NonblockingConnection]:
@@ -218,7 +217,6 @@ class Listener:
         return connections
 
     def close(self) -> None:
-        """Closes the listening socket and the connections that have not proved the token."""
         for pending in self._pending.values():
             pending.socket.close()
         self._pending.clear()

@@ -161,14 +161,6 @@ def memory_bytes(text: str) -> int:
 
     >>> memory_bytes("16GiB"), memory_bytes("1.5GB")
     (17179869184, 1500000000)
-    >>> memory_bytes("0GB")
-    Traceback (most recent call last):
-        ...
-    argparse.ArgumentTypeError: Invalid size of a memory. Received: '0GB'. Expected: a number above 0 and a unit of kB,
-    MB, GB, KiB, MiB, GiB, for example 16GiB.
-
-    Raises:
-        argparse.ArgumentTypeError: It is invalid.
     """
     match = _MEMORY.fullmatch(text.strip().lower())
     size = int(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0

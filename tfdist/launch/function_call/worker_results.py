@@ -56,7 +56,6 @@ class RankFiles:
         self._stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
 
     def begin(self) -> None:
-        """Records that the attempt has begun."""
         self._stem.parent.mkdir(exist_ok=True)
 
     def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:

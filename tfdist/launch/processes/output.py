@@ -160,13 +160,7 @@ class LogFiles:
 
 
 def render(raw: str) -> str:
-    r"""Returns what a terminal finally shows of a line.
-
-    >>> render("1/3\r2/3\r3/3\r")
-    '3/3'
-    >>> render("100\b\b\b200")
-    '200'
-    """
+    """Returns what a terminal finally shows of a line."""
     text = _CONTROLS.sub(lambda match: match["colour"] or "", raw)
     rewritten = "\r" in text
     text = next((version for version in reversed(text.split("\r")) if version), "")
@@ -186,19 +180,10 @@ def render(raw: str) -> str:
 
 
 class LineSplitter:
-    r"""Splits a stream into lines as a terminal shows them.
+    """Splits a stream into lines as a terminal shows them.
 
-    Args:
-        interval_seconds: An unfinished line is shown after this time without a change. A line that is being rewritten,
-            such as a progress bar, is shown at most once in this time.
-
-    >>> lines = LineSplitter(interval_seconds=2.0)
-    >>> lines.feed("epoch 1\n1/2\r", now=0.0)
-    ['epoch 1']
-    >>> lines.feed("2/2\ndone", now=1.0)
-    ['2/2']
-    >>> lines.unfinished(now=1.5), lines.unfinished(now=3.0)
-    ([], ['done'])
+    An unfinished line is shown after `interval_seconds` without a change. A line that is being rewritten, such as a
+    progress bar, is shown at most once in this time.
     """
 
     def __init__(self, *, interval_seconds: float) -> None:
@@ -210,7 +195,6 @@ class LineSplitter:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an unfinished line waits to be shown."""
         return bool(self._raw)
 
     def feed(self, text: str, *, now: float) -> list[str]:

@@ -20,17 +20,6 @@ class RunStatus:
     """Describes the run from the workers' heartbeats. All times are monotonic, in seconds.
 
     `FailureRecovery` reports steps and checkpoints; without it only the workers are shown.
-
-    >>> from tfdist.launch.run_spec import run_roles
-    >>> roles = run_roles(2)
-    >>> monitor = HeartbeatMonitor(roles, now=0.0, heartbeat_timeout_seconds=10.0, stall_timeout_seconds=0.0)
-    >>> status = RunStatus(2)
-    >>> status.begin_attempt(1, roles, monitor, now=0.0)
-    >>> monitor.receive(0, b'{"step": 1230, "saved": 5, "saved_step": 1200}', now=1.0)
-    >>> status.new_messages(now=1.0)
-    ['training resumes after step 1,230 with 2 workers (restart 1)', 'checkpoint saved at step 1,200']
-    >>> status.line(now=13.0)
-    'tfdist: 2 workers · step 1,230 · 1 restart · checkpoint 1,200, 12 s ago'
     """
 
     def __init__(self, workers: int) -> None:
@@ -115,19 +104,10 @@ class RunStatus:
 
 
 class StatusLine:
-    r"""The line below all others on a terminal that shows the status of the run.
+    """The line below all others on a terminal that shows the status of the run.
 
     Methods return the text to write to the terminal. The line never fills its row, because some terminals would then
     start a new one. The width of the terminal is read at every repaint.
-
-    >>> reader, writer = os.pipe()  # not a terminal: 80 columns
-    >>> line = StatusLine(writer, has_style=False, is_ascii=False)
-    >>> line.update("2 workers", now=0.0)
-    '\r\x1b[K2 workers'
-    >>> line.around("[0] hello\n")
-    '\r\x1b[K[0] hello\n2 workers'
-    >>> os.close(reader), os.close(writer)
-    (None, None)
     """
 
     def __init__(self, terminal: int, *, has_style: bool, is_ascii: bool) -> None:

@@ -114,7 +114,6 @@ class GroupShutdown:
 
     @property
     def has_killed(self) -> bool:
-        """Whether all have been sent SIGKILL."""
         return self._killed_at is not None
 
     def terminate(self, grace_seconds: float, *, only_script: bool = False) -> None:

@@ -75,13 +75,7 @@ class Outcome:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether all workers saved and exited after a preemption signal. Some may have exited with 0 before.
-
-        >>> Outcome(0, 2, (WorkerExit(0, 75), WorkerExit(1, 0))).is_preempted
-        True
-        >>> Outcome(0, 2, (WorkerExit(0, 75), WorkerExit(1, 1))).is_preempted
-        False
-        """
+        """Whether all workers saved and exited after a preemption signal. Some may have exited with 0 before."""
         exits = [worker for worker in self.exits if self.runs_script(worker.rank)]
         others_failed = any(worker.failed for worker in self.exits if not self.runs_script(worker.rank))
         expected = sum(role.runs_script for role in self.roles.values()) if self.roles else self.workers

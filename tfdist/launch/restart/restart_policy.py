@@ -37,23 +37,15 @@ class RestartDecision:
 class RestartPolicy:
     """Counts restarts and progress.
 
-    Progress is a step or a checkpoint beyond the highest of all earlier attempts in the same `fit`. A script may call
-    `fit` several times, and an attempt may skip calls that are complete. Two restarts without progress that end with an
-    error of the script, a stall or a frozen worker end the run. A lost host, and a worker that something outside has
-    killed (SIGKILL, SIGTERM), say nothing about the script: after such attempts only the delay grows. A first attempt
-    in which a worker exits with an error before its first heartbeat ends the run, too, because a wrong argument or
-    import fails again.
+    Progress is a step or a checkpoint beyond the highest of all earlier attempts in the same `fit`. A script may
+    call `fit` several times, and an attempt may skip calls that are complete. Two restarts without progress that
+    end with an error of the script, a stall or a frozen worker end the run. A lost host, and a worker that
+    something outside has killed (SIGKILL, SIGTERM), say nothing about the script: after such attempts only the
+    delay grows. A first attempt in which a worker exits with an error before its first heartbeat ends the run, too,
+    because a wrong argument or import fails again.
 
-    Args:
-        workers: Full number of workers.
-        min_workers: Minimum number of workers.
-        max_restarts: Maximum number of restarts.
-        delay_seconds: Time from a failure to the next start after an attempt without progress. It doubles after each
-            further one, up to 30 s. After an attempt with progress there is no delay.
-
-    >>> policy = RestartPolicy(workers=2, min_workers=2, max_restarts=1, delay_seconds=1.0)
-    >>> policy.decide(Outcome(0, 2, (WorkerExit(1, -9),), heartbeat_ranks=frozenset({0, 1}), step=41)).text
-    'restart 1 of 1 at once with 2 workers'
+    There is no delay after an attempt with progress; else `delay_seconds`, which double after each further one, up
+    to 30.
     """
 
     def __init__(self, *, workers: int, min_workers: int, max_restarts: int, delay_seconds: float) -> None:
@@ -71,7 +63,6 @@ class RestartPolicy:
 
     @property
     def is_left(self) -> bool:
-        """Whether a restart is left."""
         return self._done < self._max
 
     def decide(self, outcome: Outcome, *, available: int | None = None) -> RestartDecision:
@@ -157,13 +148,6 @@ class WorkerBackoff:
     """The restart times of workers that are restarted one by one. Times are monotonic, in seconds.
 
     A worker is restarted after 1 s. The delay doubles, up to 30 s, each time the worker ran for less than 60 s.
-
-    >>> backoff = WorkerBackoff([1, 2], limit=None)
-    >>> backoff.record_start(1, now=0.0)
-    >>> backoff.record_exit(1, now=5.0)
-    'training continues without it; restart in 1 s'
-    >>> backoff.due(now=5.9), backoff.due(now=6.0)
-    ([], [1])
     """
 
     def __init__(self, ranks: Iterable[int], *, limit: int | None) -> None:
@@ -172,7 +156,6 @@ class WorkerBackoff:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a worker waits for its restart."""
         return any(worker.due_at is not None for worker in self._workers.values())
 
     @property
@@ -189,7 +172,6 @@ class WorkerBackoff:
 
     @property
     def none_left(self) -> str:
-        """Why no worker is left, for the user."""
         return f"no worker is left (--worker-restarts {self._limit})"
 
     def record_exit(self, rank: int, *, now: float, has_others: bool = False) -> str:
@@ -231,14 +213,7 @@ class AttemptEvaluation:
 
 
 class AttemptEvaluator:
-    """Evaluates the attempts of a run one after the other.
-
-    >>> from tfdist.launch.restart.worker_exit import WorkerExit
-    >>> no_restart = RestartPolicy(workers=1, min_workers=1, max_restarts=0, delay_seconds=1.0)
-    >>> evaluator = AttemptEvaluator(no_restart, "f00d")
-    >>> evaluator.evaluate(Outcome(0, 1, (WorkerExit(0, 3),)), is_stopped=False).exit_code
-    3
-    """
+    """Evaluates the attempts of a run one after the other."""
 
     def __init__(self, restarts: RestartPolicy, run_id: str) -> None:
         self._restarts, self._run_id = restarts, run_id
@@ -246,7 +221,6 @@ class AttemptEvaluator:
 
     @classmethod
     def of(cls, spec: RunSpec, workers: int) -> "AttemptEvaluator":
-        """Returns the evaluator of a run with so many workers on all hosts together."""
         restarts = RestartPolicy(
             workers=workers,
             # A lost parameter server says nothing about the number of workers.
@@ -258,7 +232,6 @@ class AttemptEvaluator:
 
     @property
     def may_restart(self) -> bool:
-        """Whether a failure now may be followed by a restart."""
         return self._restarts.is_left
 
     def evaluate(self, outcome: Outcome, *, is_stopped: bool, available: int | None = None) -> AttemptEvaluation:

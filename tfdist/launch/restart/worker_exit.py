@@ -58,11 +58,7 @@ class WorkerExit:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell shows it: 128 + number for a signal.
-
-        >>> WorkerExit(0, -9).exit_code
-        137
-        """
+        """The exit code as a shell shows it: 128 + number for a signal."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
