@@ -51,21 +51,24 @@ def execute(options: argparse.Namespace) -> int:
     threads = ThreadShare(
         count_computing(roles), usable_cores(), spec.threads_per_worker, os.environ, who=describe_jobs(roles.values())
     )
-    if node is None:
-        _check_min_workers(options)
+    if node is None and options.min_workers is not None and options.min_workers > options.workers:
+        raise UsageError(
+            f"--min-workers exceeds --workers. Received: --workers {options.workers} --min-workers "
+            f"{options.min_workers}. Expected: --min-workers of at most --workers. Correct one of them."
+        )
     logs = LogFiles(options.log_dir)
     if node is None:
         logs.open(roles, attempt=0)
     error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=node is None)
     has_servers = not all(role.runs_script for role in roles.values())
-    network = choose_network(spec.network if node is None else "host", has_servers=has_servers)
+    network_message = choose_network(spec.network if node is None else "host", has_servers=has_servers)
     status_line = StatusLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
     # srun shows the output of all its tasks as one.
     number = node.rank if node is not None and _is_slurm_step(os.environ) else None
     console = Console(sys.stdout.fileno(), sys.stderr.fileno(), status_line=status_line, node=number)
     console.say(threads.describe())
-    if description := network.describe():
-        console.say(description)
+    if network_message:
+        console.say(network_message)
     if is_outside_allocation(os.environ, socket.gethostname()):
         console.say(
             f"warning: the workers run on {socket.gethostname()}, which Slurm has not allocated to job "
@@ -123,14 +126,6 @@ def _check_roles(options: argparse.Namespace) -> None:
             "--min-workers does not apply to workers beside parameter servers: the training continues with those that "
             f"run. Received: --min-workers {options.min_workers} --parameter-servers {servers}. Expected: no "
             "--min-workers. Remove it; --worker-restarts limits how often a worker is restarted."
-        )
-
-
-def _check_min_workers(options: argparse.Namespace) -> None:
-    if options.min_workers is not None and options.min_workers > options.workers:
-        raise UsageError(
-            f"--min-workers exceeds --workers. Received: --workers {options.workers} --min-workers "
-            f"{options.min_workers}. Expected: --min-workers of at most --workers. Correct one of them."
         )
 
 
