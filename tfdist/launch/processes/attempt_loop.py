@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
-from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy
+from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.run_status import RunStatus
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.warm_spares import WarmSpares
@@ -62,8 +62,8 @@ class AttemptLoop:
                 self._console.outlive_reader(lambda: bool(self._signals.received))
                 while True:
                     start = self._policy.next_attempt(self._signals)
-                    if isinstance(start, RunEnd):
-                        return start.exit_code
+                    if isinstance(start, int):
+                        return start
                     self._policy.attempt_ended(self._run_attempt(start), self._signals)
         except OutputClosed:
             return 128 + signal.SIGPIPE  # as any command whose reader is gone

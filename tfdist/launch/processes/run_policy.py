@@ -45,13 +45,6 @@ class ShutdownOrder:
         return {"reason": self.reason, "signal": self.stop_signal, "kill": self.kill, "only_script": self.only_script}
 
 
-@dataclasses.dataclass(frozen=True)
-class RunEnd:
-    """The end of the run."""
-
-    exit_code: int  # exit code of `tfdist run`
-
-
 class RunPolicy(Protocol):
     """Decides when the attempts of a host start, when they must end, and what follows.
 
@@ -62,8 +55,8 @@ class RunPolicy(Protocol):
     shutdown_order: ShutdownOrder | None = None  # whether and why the workers of the present attempt must end
 
     @abc.abstractmethod
-    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        """Waits until the next attempt may start, or the run ends."""
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
+        """Waits until the next attempt may start, or the run ends; then returns the exit code of `tfdist run`."""
 
     @abc.abstractmethod
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
@@ -113,17 +106,17 @@ class SingleNodePolicy(RunPolicy):
         self._workers = spec.workers
         self._attempt = 0
         self._not_before = 0.0
-        self._end: RunEnd | None = None
+        self._exit_code: int | None = None  # None: the run has not ended
 
-    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        if self._end is not None:
-            return self._end
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
+        if self._exit_code is not None:
+            return self._exit_code
         if self._attempt > 0:
             while (seconds_left := self._not_before - time.monotonic()) > 0 and not signals.received:
                 select.select([signals.fd], [], [], seconds_left)
                 signals.clear_wakeup()
             if signals.received:
-                return RunEnd(128 + signals.received[0])
+                return 128 + signals.received[0]
         roles = self._spec.roles(self._workers)
         with ReservedPorts(len(roles)) as reserved:
             addresses = tuple(f"127.0.0.1:{port}" for port in reserved.ports)
@@ -145,8 +138,7 @@ class SingleNodePolicy(RunPolicy):
         evaluation = self._evaluator.evaluate(outcome, is_stopped=is_stopped)
         problem = "" if evaluation.error_entry is None else self._error_file.write(evaluation.error_entry)
         self._say(*([problem] if problem else []), *evaluation.lines)
-        if evaluation.exit_code is not None:
-            self._end = RunEnd(evaluation.exit_code)
+        self._exit_code = evaluation.exit_code
         self._attempt += 1
         self._workers = evaluation.workers
         self._not_before = outcome.failed_at + evaluation.delay_seconds

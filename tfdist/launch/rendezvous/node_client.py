@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.processes.output import Console
-from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
+from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, encode_outcome
@@ -48,7 +48,7 @@ class NodeClient(RunPolicy):
         self._heard_at = self._heartbeat_at = 0.0
         self._reserved: ReservedPorts | None = None
         self._start: AttemptStart | None = None  # not yet passed to the supervisor
-        self._end: RunEnd | None = None
+        self._exit_code: int | None = None  # None: the run has not ended
         self._attempt: int | None = None  # the running one
         self._has_reported_lost_peer = self._suspects_freeze = self._has_other_workers = False
         self._stops_sent = 0
@@ -79,21 +79,22 @@ class NodeClient(RunPolicy):
     def is_connected(self) -> bool:
         return self._connection.fileno() >= 0
 
-    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        while self._start is None and self._end is None:
-            self._wait(signals)
-        start, self._start = self._start, None
-        if self._end is not None or start is None:
-            return self._end or RunEnd(LOST_RUN_EXIT_CODE)
-        if start.attempt == 0:  # a node that joins again is in the middle of a run
-            with contextlib.suppress(OSError):
-                self._error_file.clear()
-        return start
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
+        while self._exit_code is None:
+            start, self._start = self._start, None
+            if start is None:
+                self._wait(signals)
+                continue
+            if start.attempt == 0:  # a node that joins again is in the middle of a run
+                with contextlib.suppress(OSError):
+                    self._error_file.clear()
+            return start
+        return self._exit_code
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
         self._send({"type": "done", "attempt": self._attempt, "outcome": encode_outcome(outcome)})
         finished = self._attempt
-        while self._attempt == finished and self._end is None:
+        while self._attempt == finished and self._exit_code is None:
             self._wait(signals)
 
     def poll(self, *, suspects_freeze: bool = False) -> None:
@@ -150,7 +151,7 @@ class NodeClient(RunPolicy):
         signals.clear_wakeup()
         self.report_signals(signals.received)
         self.poll()
-        if len(signals.received) > _MAX_SIGNALS and self._end is None:
+        if len(signals.received) > _MAX_SIGNALS and self._exit_code is None:
             self._disconnect("no reaction to the signals")
 
     def _take_answer(self, answer: Mapping[str, Any]) -> None:
@@ -188,11 +189,13 @@ class NodeClient(RunPolicy):
             )
         elif kind in ("attempt_over", "run_over"):
             self._console.say_to_all(*(str(line) for line in message["lines"]))
-            if message["entry"] is not None:
-                self._write_error_file(message["entry"])
+            if (entry := message["entry"]) is not None:
+                local_entry = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
+                if problem := self._error_file.write(local_entry):
+                    self._console.say(problem)
             self._attempt = None
             if kind == "run_over":
-                self._end = RunEnd(int(message["code"]))
+                self._exit_code = int(message["code"])
                 self.shutdown_order = self.shutdown_order or ShutdownOrder("the run is over")
 
     def _attempt_start(self, message: Mapping[str, Any]) -> AttemptStart:
@@ -208,12 +211,6 @@ class NodeClient(RunPolicy):
             may_restart=bool(message["may_restart"]),
         )
 
-    def _write_error_file(self, entry: Mapping[str, Any]) -> None:
-        local_entry = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
-        problem = self._error_file.write(local_entry)
-        if problem:
-            self._console.say(problem)
-
     def _send(self, message: Mapping[str, Any]) -> None:
         if self.is_connected:
             try:
@@ -224,10 +221,10 @@ class NodeClient(RunPolicy):
     def _disconnect(self, reason: str) -> None:
         self._connection.close()
         self._release_ports()
-        if self._end is None:
+        if self._exit_code is None:
             text = f"the rendezvous was lost ({reason})"
             self._console.say(f"{text}: this host ends its workers (exit code {LOST_RUN_EXIT_CODE})")
-            self._end = RunEnd(LOST_RUN_EXIT_CODE)
+            self._exit_code = LOST_RUN_EXIT_CODE
             self.shutdown_order = ShutdownOrder(text)
 
     def _release_ports(self) -> None:
