@@ -7,6 +7,7 @@ import functools
 import io
 import linecache
 import marshal
+import os
 import pickle
 import sys
 import types
@@ -36,7 +37,7 @@ class PicklingError(Exception):
     """An object is rejected or cannot be pickled; the message is the reason."""
 
 
-def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
+def dump(value: Any, file: IO[bytes], *, tensors: bool) -> None:
     """Pickles a value. Functions and classes that are not in a module are pickled with everything they use.
 
     Tensors are accepted if `tensors` is true: unpickling one in a worker initializes TensorFlow before its strategy.
@@ -147,18 +148,11 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _reason(value: Any) -> str:
     try:
-        dump(value, _NullFile(), tensors=False)
+        with open(os.devnull, "wb") as file:
+            dump(value, file, tensors=False)
     except PicklingError as error:
         return str(error)
     return ""
-
-
-class _NullFile(io.RawIOBase):
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
@@ -187,7 +181,13 @@ def check_function(function: Any, *, caller: str) -> None:
 def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
     """Returns a call for `write_call`. A TypeError names what cannot be pickled."""
     file = io.BytesIO()
-    pickle.dump(_cells(), file)
+    # Cells of notebooks have no file: their source lines, by their name in tracebacks.
+    cells = {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not name.startswith("<frozen ")
+    }
+    pickle.dump(cells, file)
     try:
         dump((function, arguments), file, tensors=False)
     except PicklingError as error:
@@ -204,15 +204,6 @@ def write_call(directory: Path, call: bytes) -> None:
     """Writes a call of `pickle_call` into a directory, for `call_written`."""
     with atomic_files.replacing(directory / _CALL_FILE, durable=False) as file:
         file.write(call)
-
-
-def _cells() -> dict[str, list[str]]:
-    """Returns the source lines of notebook cells, which have no file, by their name in tracebacks."""
-    return {
-        name: entry[2]
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None and not name.startswith("<frozen ")
-    }
 
 
 def call_written(directory: Path) -> Any:

@@ -188,12 +188,9 @@ def in_python(line: str) -> str:
     >>> in_python("scripts that need the internet: --network host; after --grace 5 (--max-restarts 1)")
     "scripts that need the internet: network='host'; after grace_seconds=5 (max_restarts=1)"
     """
-    return _OPTION.sub(lambda found: f"{_python_name(found[1])}={_value(found[2])}", line)
 
+    def argument(option: re.Match[str]) -> str:
+        name = _PYTHON_NAMES.get(option[1], option[1].replace("-", "_"))
+        return f"{name}={option[2] if option[2].isdigit() else repr(option[2])}"
 
-def _python_name(option: str) -> str:
-    return _PYTHON_NAMES.get(option, option.replace("-", "_"))
-
-
-def _value(text: str) -> str:
-    return text if text.isdigit() else repr(text)
+    return _OPTION.sub(argument, line)

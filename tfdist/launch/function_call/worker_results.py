@@ -110,8 +110,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return None if content is None else dict(json.loads(content))
 
 
-def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
-    """Returns the error for a failed attempt."""
+def _failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
     cause, earlier = failure["cause"], failure["earlier"]
     rank, lines = cause["rank"], cause.get("last_lines") or []
     how = str(cause["description"]).removeprefix(f"worker {rank}: ")
@@ -132,33 +131,10 @@ def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, w
     return WorkerError("\n".join(text), rank=rank, traceback="" if error is None else error["traceback"])
 
 
-def unpicklable_value(rank: int, reason: Mapping[str, Any]) -> WorkerError:
-    """Returns the error for a value that cannot be pickled.
-
-    >>> print(unpicklable_value(1, {"type": "Sequential", "reason": "it is a keras.Model"}))
-    The value of worker 1 cannot be sent back. Received: Sequential (it is a keras.Model). Expected: ...
-    """
-    return WorkerError(
-        f"The value of worker {rank} cannot be sent back. Received: {reason['type']} ({reason['reason']}). "
-        "Expected: a value that can be pickled, such as numbers, NumPy arrays, and lists and dictionaries of them. "
-        "Return `model.get_weights()` or `history.history`, or save the model to a file and load it here.",
-        rank=rank,
-    )
-
-
-def no_value(rank: int) -> WorkerError:
-    """Returns the error for a worker that exited with code 0 before the function returned."""
-    return WorkerError(
-        f"Worker {rank} returned nothing. Received: exit code 0 before the function had returned. Expected: a return "
-        "or an exception. Remove `sys.exit()` and `os._exit()`.",
-        rank=rank,
-    )
-
-
-def failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
+def _failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
     """Returns the error for a launcher that ended without naming a failed worker.
 
-    >>> print(failed_launcher(-9, ()))
+    >>> print(_failed_launcher(-9, ()))
     The launcher of the workers ended: killed by SIGKILL
     """
     if exit_code == PREEMPTED_EXIT_CODE:
@@ -188,16 +164,26 @@ def values_by_rank(
     """
     if exit_code != 0:
         if failure is None or exit_code == PREEMPTED_EXIT_CODE:
-            raise failed_launcher(exit_code, tuple(last_lines))
+            raise _failed_launcher(exit_code, tuple(last_lines))
         failed = results.get((failure["attempt"], failure["cause"]["rank"]))
-        raise failed_worker(failure, None if failed is None else failed.error, workers or calls)
+        raise _failed_worker(failure, None if failed is None else failed.error, workers or calls)
     attempt = max((attempt for attempt, _ in results), default=0)
     last_results = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
     for rank, result in enumerate(last_results):
-        if result.pickling_error is not None:
-            raise unpicklable_value(rank, result.pickling_error)
+        if (reason := result.pickling_error) is not None:
+            raise WorkerError(
+                f"The value of worker {rank} cannot be sent back. Received: {reason['type']} ({reason['reason']}). "
+                "Expected: a value that can be pickled, such as numbers, NumPy arrays, and lists and dictionaries of "
+                "them. Return `model.get_weights()` or `history.history`, or save the model to a file and load it "
+                "here.",
+                rank=rank,
+            )
         if result.value is None:
-            raise no_value(rank)
+            raise WorkerError(
+                f"Worker {rank} returned nothing. Received: exit code 0 before the function had returned. Expected: a "
+                "return or an exception. Remove `sys.exit()` and `os._exit()`.",
+                rank=rank,
+            )
     return [_loaded(rank, result.value) for rank, result in enumerate(last_results) if result.value is not None]
 
 
