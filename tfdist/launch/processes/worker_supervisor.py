@@ -13,7 +13,7 @@ from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
-from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, has_completed
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
 from tfdist.launch.run_spec import GracePeriods, Role, count_workers
@@ -345,7 +345,9 @@ class _OutcomeBuilder:
         role, reason = self._roles[worker.rank], self._failure_reasons.get(worker.rank, "")
         if role.is_restarted_alone:
             self._failure_reasons.pop(worker.rank, None)
-        if not role.runs_script and (self._is_complete or (role.is_restarted_alone and all_signalled)):
+        if not role.runs_script and (
+            has_completed(self.exits, self._roles) or (role.is_restarted_alone and all_signalled)
+        ):
             # Nobody needs it any more, however it exits.
             return WorkerExit(worker.rank, returncode, was_signalled=True, at=time.time(), task=role.name)
         was_signalled = bool(worker.signals_sent) and not reason
@@ -365,7 +367,8 @@ class _OutcomeBuilder:
         errors = {
             rank: error
             for rank, error in monitor.errors.items()
-            if self._roles[rank].runs_script or not (self._roles[rank].is_restarted_alone or self._is_complete)
+            if self._roles[rank].runs_script
+            or not (self._roles[rank].is_restarted_alone or has_completed(self.exits, self._roles))
         }
         failed_at = time.monotonic() if shutdown_began_at is None else shutdown_began_at
         return Outcome(
@@ -385,13 +388,3 @@ class _OutcomeBuilder:
             saved=monitor.saved,
             errors=errors,
         )
-
-    @property
-    def _is_complete(self) -> bool:
-        """Whether a process that runs the script has exited successfully without being signalled."""
-        script_exits = [
-            worker_exit
-            for worker_exit in self.exits
-            if self._roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
-        ]
-        return any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits)

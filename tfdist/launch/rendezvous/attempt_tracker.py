@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
-from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome, has_completed
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_spec import GracePeriods, Role, count_workers
 
@@ -196,10 +196,7 @@ def _without_needless(exits: Sequence[WorkerExit], roles: Mapping[int, Role]) ->
     The chief's node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and
     end.
     """
-    script_exits = [
-        worker_exit for worker_exit in exits if roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
-    ]
-    if not any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits):
+    if not has_completed(exits, roles):
         return tuple(exits)
     return tuple(
         worker_exit

@@ -104,8 +104,7 @@ class RunCoordinator:
 
     def lose(self, node: Node, reason: str, *, now: float) -> None:
         """Removes a node whose connection is closed or which sent a malformed message."""
-        if self._membership.find(node.rank) is node:
-            self._membership.remove(node)
+        if self._membership.remove(node):
             self._handle_loss(node, reason, now)
 
     def tick(self, *, now: float) -> None:

@@ -89,9 +89,6 @@ class Membership:
         """Number of workers for which all nodes were started that have ever joined."""
         return sum(self._sizes.values())
 
-    def find(self, rank: int) -> Node | None:
-        return self._nodes.get(rank)
-
     def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
         """Adds a node; returns it, and the silent node of the same rank that it replaces, or None.
 
@@ -123,9 +120,12 @@ class Membership:
         self._sizes[rank] = workers
         return node, previous_node
 
-    def remove(self, node: Node) -> None:
-        if self._nodes.get(node.rank) is node:
+    def remove(self, node: Node) -> bool:
+        """Removes a node, unless another one has taken its place; returns whether it did."""
+        is_present = self._nodes.get(node.rank) is node
+        if is_present:
             del self._nodes[node.rank]
+        return is_present
 
     def addresses(self) -> list[str]:
         """Returns `host:port` of all processes of the attempt, by rank.

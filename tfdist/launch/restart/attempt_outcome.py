@@ -5,7 +5,7 @@ import datetime
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,14 @@ class Outcome:
             *later_exit_lines,
             *(cause.report() if cause is not None else [f"the attempt failed: {self.describe()}"]),
         ]
+
+
+def has_completed(exits: Iterable[WorkerExit], roles: Mapping[int, Role]) -> bool:
+    """Whether a process that runs the script has exited successfully without being signalled."""
+    return any(
+        roles[worker.rank].runs_script and not worker.was_signalled and (worker.returncode == 0 or worker.is_preempted)
+        for worker in exits
+    )
 
 
 def fit_suffix(number: int) -> str:
