@@ -178,17 +178,14 @@ class Heartbeat:
         self._stopped.set()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(timeout=1.0)
-            self._restore_hooks()
+            if sys.excepthook == self._report_uncaught:
+                sys.excepthook = self._hook
+            atexit.unregister(self.close)
+            if Heartbeat._active is self:
+                Heartbeat._active = None
             if process_exits:
                 self._send(alive=False)
         self._socket.close()
-
-    def _restore_hooks(self) -> None:
-        if sys.excepthook == self._report_uncaught:
-            sys.excepthook = self._hook
-        atexit.unregister(self.close)
-        if Heartbeat._active is self:
-            Heartbeat._active = None
 
     def _send_repeatedly(self) -> None:
         while not self._stopped.is_set():

@@ -45,7 +45,7 @@ class Channel:
 
     def __init__(self, rank: int, links: Sequence[WorkerLink | None], failure: GroupFailure, name: str = "") -> None:
         self.size, self.name = len(links), name
-        self._rank, self._size, self._failure = rank, len(links), failure
+        self._rank, self._failure = rank, failure
         self._links = {link.peer: link for link in links if link is not None}
         self._number = 0
         self._has_common_order, self._limit_seconds = False, 0.0
@@ -69,12 +69,12 @@ class Channel:
         """
         flat, total = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = total.reshape(-1)
-        if is_short_sum(flat.nbytes, self._size):  # to all others at once
+        if is_short_sum(flat.nbytes, self.size):  # to all others at once
             everything = self._gather("all-reduce", values)
-            add_in_order([everything[rank] for rank in range(self._size)], result)
+            add_in_order([everything[rank] for rank in range(self.size)], result)
             return total
-        starts = _part_starts(flat.size, self._size, flat.itemsize)
-        parts = [slice(starts[rank], starts[rank + 1]) for rank in range(self._size)]
+        starts = _part_starts(flat.size, self.size, flat.itemsize)
+        parts = [slice(starts[rank], starts[rank + 1]) for rank in range(self.size)]
         with self._call("all-reduce", values) as transfers:
             own_part = _OwnPart(
                 self._rank, transfers, flat[parts[self._rank]], result[parts[self._rank]], sends_sums=True
@@ -88,7 +88,7 @@ class Channel:
     def reduce_scatter(self, rows: Array) -> Array:
         """Returns the sum of all workers' rows `rank`, where `rows` is `[number of workers, ...]`."""
         self._check_rows(rows)
-        flat, total = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
+        flat, total = _flat(rows).reshape(self.size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
         with self._call("reduce-scatter", rows) as transfers:
             own_part = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
             for peer, transfer in transfers.items():
@@ -98,13 +98,13 @@ class Channel:
 
     def all_gather(self, values: Array) -> Array:
         """Returns all workers' arrays, which have the same shape and dtype, as `[number of workers, ...]`."""
-        return self._gather("all-gather", values).reshape(self._size, *values.shape)
+        return self._gather("all-gather", values).reshape(self.size, *values.shape)
 
     def all_to_all(self, rows: Array) -> Array:
         """Sends row `i` of `rows`, `[number of workers, ...]`, to worker `i`; returns the received rows, by rank."""
         self._check_rows(rows)
-        flat, received = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape, rows.dtype)
-        result = received.reshape(self._size, -1)
+        flat, received = _flat(rows).reshape(self.size, -1), _RESULTS.empty(rows.shape, rows.dtype)
+        result = received.reshape(self.size, -1)
         with self._call("all-to-all", rows) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat[peer])
@@ -153,7 +153,7 @@ class Channel:
             link.close_in_fork()
 
     def _gather(self, kind: str, values: Array) -> Array:
-        flat, gathered = _flat(values), _RESULTS.empty((self._size, values.size), values.dtype)
+        flat, gathered = _flat(values), _RESULTS.empty((self.size, values.size), values.dtype)
         with self._call(kind, values) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat)
@@ -214,10 +214,10 @@ class Channel:
                 failure.check()
 
     def _check_rows(self, rows: Array) -> None:
-        if rows.ndim == 0 or rows.shape[0] != self._size:
+        if rows.ndim == 0 or rows.shape[0] != self.size:
             raise ValueError(
                 f"An exchange of rows needs one row for each worker. Received: an array of shape {rows.shape}, and "
-                f"{self._size} workers. Expected: the number of workers as the first dimension."
+                f"{self.size} workers. Expected: the number of workers as the first dimension."
             )
 
 

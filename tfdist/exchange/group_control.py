@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.exchange.exchange_calls import ExchangeCall
 from tfdist.exchange.exchange_errors import (
     HAS_LEFT,
     NO_MESSAGE,
@@ -51,7 +50,10 @@ class GroupControl:
         self._sending = threading.Lock()
         self._is_closed = False
         self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        failure.tell, failure.tell_stalled = self._tell, self._tell_stalled
+        failure.tell = lambda error: self._send_to_all(_described(error))
+        failure.tell_stalled = lambda channel, call: self._send_to_all(
+            {"stalled": channel, "number": call.number, "call": str(call)}
+        )
         self._thread = threading.Thread(target=self._serve, name="tfdist exchange control", daemon=True)
         self._thread.start()
 
@@ -196,12 +198,6 @@ class GroupControl:
             silence = self._active_seconds - self._heard[rank]
             if silence > self._silence_seconds:
                 self._failure.lost(rank, f"it has not answered for {silence:.0f} s: it is frozen, or its link is cut")
-
-    def _tell(self, error: ExchangeError) -> None:
-        self._send_to_all(_described(error))
-
-    def _tell_stalled(self, channel: str, call: ExchangeCall) -> None:
-        self._send_to_all({"stalled": channel, "number": call.number, "call": str(call)})
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
         self._send(self._connections, message)

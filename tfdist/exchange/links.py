@@ -141,20 +141,15 @@ class SharedMemoryLink(WorkerLink):
         self._descriptors = list(counters)
         self._memory = mmap.mmap(memory, 2 * self.MEMORY_BYTES)
         os.close(memory)  # the map has a duplicate
-        outgoing_start, incoming_start = (0, self.MEMORY_BYTES) if is_creator else (self.MEMORY_BYTES, 0)
         with memoryview(self._memory) as whole_memory:
-            starts = range(0, self.MEMORY_BYTES, SEGMENT_BYTES)
-            self._outgoing = [
-                whole_memory[outgoing_start + start : outgoing_start + start + SEGMENT_BYTES] for start in starts
-            ]
-            self._incoming = [
-                whole_memory[incoming_start + start : incoming_start + start + SEGMENT_BYTES] for start in starts
-            ]
-        own_counters, peer_counters = (counters[:2], counters[2:]) if is_creator else (counters[2:], counters[:2])
-        (self._sent_counter, self._free_counter), (self._full_counter, self._released_counter) = (
-            own_counters,
-            peer_counters,
+            starts = range(0, 2 * self.MEMORY_BYTES, SEGMENT_BYTES)
+            slots = [whole_memory[start : start + SEGMENT_BYTES] for start in starts]
+        first, second = (slots[:_SLOTS], counters[:2]), (slots[_SLOTS:], counters[2:])
+        (self._outgoing, own_counters), (self._incoming, peer_counters) = (
+            (first, second) if is_creator else (second, first)
         )
+        self._sent_counter, self._free_counter = own_counters
+        self._full_counter, self._released_counter = peer_counters
         self._free, self._full = _SLOTS, 0
         self._next_outgoing = self._next_incoming = 0
         self._offset = 0  # in the slot that is being received

@@ -94,18 +94,10 @@ class ServerMonitor:
             return self._misses[index]
         return self._misses[index] + 1
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a server that did not answer still has time."""
-        return any(check.result is None for check in self._long_checks.values())
-
     def explain(self, error: tf.errors.OpError) -> None:
         """If servers are lost, raises an UnavailableError that names them, with `error` as its cause."""
-        if lost := self._missing():
+        if lost := [index for index, address in enumerate(self._addresses) if not is_reachable(address)]:
             raise self._error(lost) from error
-
-    def _missing(self) -> list[int]:
-        return [index for index, address in enumerate(self._addresses) if not is_reachable(address)]
 
     def _error(self, lost: Sequence[int]) -> tf.errors.UnavailableError:
         named = ", ".join(f"{self._job} {index} at {self._addresses[index]}" for index in lost)

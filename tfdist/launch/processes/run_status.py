@@ -26,7 +26,6 @@ class RunStatus:
         self._all_workers = workers
         self._attempt = 0
         self._jobs = ""
-        self._monitor: HeartbeatMonitor | None = None
         self._began_at = 0.0
         self._has_announced_start = False
         self._announced_jobs = ""
@@ -53,8 +52,7 @@ class RunStatus:
     def line(self, *, now: float) -> str:
         """Returns the status in one line, the most important part first."""
         self._record_saves(now)
-        fit, step = (1, None) if self._monitor is None else (self._monitor.fit, self._monitor.step)
-        phase = None if self._monitor is None else self._monitor.phase
+        fit, step, phase = self._monitor.fit, self._monitor.step, self._monitor.phase
         parts = [self._jobs]
         if step is None:
             parts.append(f"running for {format_duration(now - self._began_at)}")
@@ -76,8 +74,8 @@ class RunStatus:
         """
         self._record_saves(now)
         messages = []
-        step = None if self._monitor is None else self._monitor.step
-        if self._monitor is not None and step is not None and not self._has_announced_start:
+        step = self._monitor.step
+        if step is not None and not self._has_announced_start:
             self._has_announced_start = True
             messages.append(self._start_message(step, self._monitor.fit))
             self._announced_jobs = self._jobs
@@ -95,10 +93,8 @@ class RunStatus:
         return f"{how} with {self._jobs}" + (f" ({', '.join(notes)})" if notes else "")
 
     def _record_saves(self, now: float) -> None:
-        if self._monitor is None or self._monitor.saved is None:
-            return
         fit, saved = self._monitor.fit, self._monitor.saved
-        if saved > self._saves.get(fit, -1):
+        if saved is not None and saved > self._saves.get(fit, -1):
             self._saves[fit] = saved
             self._saved, self._saved_step, self._saved_at = (fit, saved), self._monitor.saved_step, now
 

@@ -46,7 +46,11 @@ class CoordinatorProcess:
         if self.pid == 0:
             status = 1
             try:
-                _detach(launcher)
+                # It ends with the launcher, but ignores the signals that the launcher handles.
+                die_with_parent(launcher)
+                os.setsid()
+                for number in STOP_SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
                 _serve(server, token, spec, console)
                 status = 0
             except BaseException:
@@ -65,14 +69,6 @@ class CoordinatorProcess:
                     os.waitpid(self.pid, 0)
                     return
                 time.sleep(_POLL_SECONDS / 2)
-
-
-def _detach(launcher: int) -> None:
-    """Ends with the launcher, but ignores the signals that the launcher handles."""
-    die_with_parent(launcher)
-    os.setsid()
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _listen(host: str, port: int) -> socket.socket:
