@@ -22,6 +22,8 @@ from tfdist.utils.optional_modules import import_optional
 
 PLACE_KEY = "tfdist-place"
 ANSWER_SECONDS = 30.0
+Value = TypeVar("Value")
+_POLL_SECONDS, _LOOK_SECONDS, _STOP_SECONDS = 0.1, 1.0, 10.0  # the last one after the grace period
 
 
 def import_distributed() -> Any:
@@ -183,10 +185,6 @@ def task_has_ended() -> Callable[[], bool]:
         return task is None or task.state == "cancelled" or worker.status.name in ("closing", "closed", "failed")
 
     return has_ended
-
-
-Value = TypeVar("Value")
-_POLL_SECONDS, _LOOK_SECONDS, _STOP_SECONDS = 0.1, 1.0, 10.0  # the last one after the grace period
 
 
 def on_dask(

@@ -22,6 +22,11 @@ from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
 _LOOK_SECONDS, _STOP_SECONDS = 0.5, 10.0  # the second one after the grace period
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+# An actor executes `run`, `stop`, `lines` and `address` at the same time.
+_CALLS_AT_ONCE = 4
+_KEPT_LINES = 10_000  # until the driver asks for them
+_FLUSH_SECONDS = 5.0
 
 
 def on_ray(
@@ -176,8 +181,11 @@ class _Actors:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
         except BaseException:
-            if not is_start:
-                self._end(call, pending)
+            if not is_start:  # the workers save and leave after an interrupt
+                self._stop(call, pending.values())
+                if pending:
+                    seconds = call.spec.grace_seconds + _STOP_SECONDS
+                    self._ray.wait(list(pending), num_returns=len(pending), timeout=seconds)
             raise
         if not is_start:
             self._output.show_new(is_last=True)
@@ -186,12 +194,6 @@ class _Actors:
     def _stop(self, call: EngineCall, ranks: Any) -> None:
         for rank in ranks:
             self._actors[rank].stop.remote(call.run)
-
-    def _end(self, call: EngineCall, pending: Mapping[Any, int]) -> None:
-        """Lets the workers save and leave after an interrupt."""
-        self._stop(call, pending.values())
-        if pending:
-            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.spec.grace_seconds + _STOP_SECONDS)
 
     def _wait_for_resources(self, call: EngineCall) -> None:
         deadline = time.monotonic() + call.spec.start_timeout_seconds
@@ -203,13 +205,6 @@ class _Actors:
                     f"{call.spec.workers}, each with {dict(self._resources)}. Start more nodes, wait for other "
                     "programs, ask for less in `resources_per_worker`, or give more `start_timeout_seconds`."
                 )
-
-
-_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# An actor executes `run`, `stop`, `lines` and `address` at the same time.
-_CALLS_AT_ONCE = 4
-_KEPT_LINES = 10_000  # until the driver asks for them
-_FLUSH_SECONDS = 5.0
 
 
 def import_ray() -> Any:
@@ -236,10 +231,9 @@ def check_placement(resources: Any, strategy: Any) -> None:
 
 def describe_resources(ray: Any) -> str:
     """Returns the resources of the cluster, and those that are free."""
-    names = ("CPU", "GPU", "memory")
 
     def chosen(resources: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in resources.items() if name in names or ":" not in name}
+        return {name: value for name, value in resources.items() if ":" not in name}
 
     return f"a cluster with {chosen(ray.cluster_resources())}, of which {chosen(ray.available_resources())} are free"
 

@@ -17,6 +17,11 @@ Value = TypeVar("Value")
 _POLL_SECONDS = 0.2
 # Spark ends the Python process of a cancelled task within 4 s, or its killTimeout; the executor then reports it.
 _STOP_SECONDS = 20.0
+_REMEDY = (
+    "Start more executors (spark.executor.instances, spark.executor.cores divided by spark.task.cpus), wait for other "
+    "jobs, or give more `start_timeout_seconds`."
+)
+_ERROR_LINES = 12
 
 
 def on_spark(
@@ -165,8 +170,7 @@ class _Round:
             )
         if "Traceback (most recent call last)" in error:
             return WorkerError(f"A place failed in a task of Spark: {error}")
-        how = _first_lines(error)
-        return LostPlaceError(" ".join(["a place was lost:", how]))
+        return LostPlaceError(f"a place was lost: {_first_lines(error)}")
 
     def _stop(self, thread: threading.Thread) -> None:
         """Cancels the job if it has not ended, and waits for its tasks."""
@@ -184,17 +188,8 @@ class _Round:
         return None if job is None else self._tracker.getStageInfo(job.stageIds[0])
 
 
-_REMEDY = (
-    "Start more executors (spark.executor.instances, spark.executor.cores divided by spark.task.cpus), wait for other "
-    "jobs, or give more `start_timeout_seconds`."
-)
-
-
 def _first_lines(error: object) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:3])
-
-
-_ERROR_LINES = 12
 
 
 def import_pyspark() -> Any:
@@ -267,6 +262,9 @@ def errors_of_stage(context: Any, stage: int) -> list[str]:
 def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[PlaceResult]]:
     """Returns the function of a task: it learns the addresses of all places and runs its own."""
 
+    def show(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     def run(_: Iterable[Any]) -> Iterator[PlaceResult]:
         context = import_pyspark().BarrierTaskContext.get()
         rank = context.partitionId()
@@ -278,10 +276,6 @@ def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[Pla
         environ = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
         parent = os.getppid()
         # Without PySpark's daemon nothing ends this process when the executor is killed.
-        yield run_place(task, show=_show, should_stop=lambda: os.getppid() != parent, environ=environ)
+        yield run_place(task, show=show, should_stop=lambda: os.getppid() != parent, environ=environ)
 
     return run
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
