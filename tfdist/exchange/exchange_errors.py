@@ -28,13 +28,7 @@ class ExchangeError(RuntimeError):
 
 
 class WorkerLostError(ExchangeError):
-    """Another worker ended, lost its connection, is silent, or sent what no worker sends.
-
-    Args:
-        rank: The rank of that worker.
-        cause: What happened to it: "its process has ended".
-        doing: What this worker was doing: "all-reduce 12 of 1000 float32 values".
-    """
+    """Another worker, of rank `rank`, ended, lost its connection, is silent, or sent what no worker sends."""
 
     def __init__(self, rank: int, cause: str, doing: str) -> None:
         super().__init__(
@@ -46,13 +40,7 @@ class WorkerLostError(ExchangeError):
 
 
 class LateWorkerError(ExchangeError):
-    """An exchange took longer than the program allows.
-
-    Args:
-        ranks: The ranks of the workers that this worker waited for.
-        seconds: The limit.
-        call: The exchange: "all-reduce 12 of 1000 float32 values".
-    """
+    """An exchange, `call`, waited for workers for longer than the program allows."""
 
     leaves_workers = True
 
@@ -67,11 +55,7 @@ class LateWorkerError(ExchangeError):
 
 
 class ClosedExchangeError(ExchangeError):
-    """This worker has left the exchange.
-
-    Args:
-        call: What it called then: "all-reduce 12 of 1000 float32 values".
-    """
+    """This worker has left the exchange, but calls another one."""
 
     def __init__(self, call: str) -> None:
         super().__init__(
@@ -81,11 +65,7 @@ class ClosedExchangeError(ExchangeError):
 
 
 class ExchangeMismatchError(ExchangeError):
-    """Workers called different exchanges: another program, other shapes, or another number of batches.
-
-    Args:
-        calls: What each of two workers called, by rank.
-    """
+    """Workers called different exchanges: another program, other shapes, or another number of batches."""
 
     leaves_workers = True
 
@@ -102,22 +82,17 @@ class ExchangeMismatchError(ExchangeError):
 
 
 class GroupFailure:
-    """The first failure.
-
-    Attributes:
-        descriptor: Becomes readable when there is a failure, so that who polls wakes up.
-        left: The workers that have ended their training in order.
-        tell: Called once with the failure, before any exchange raises it.
-        tell_stalled: Called with a channel, and the exchange on it that cannot progress at the moment.
-    """
+    """The first failure."""
 
     def __init__(self) -> None:
+        # It becomes readable when there is a failure, so that who polls wakes up.
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.left: set[int] = set()
-        self.tell: Callable[[ExchangeError], None] | None = None
+        self.left: set[int] = set()  # the workers that have ended their training in order
+        self.tell: Callable[[ExchangeError], None] | None = None  # called once, before any exchange raises the failure
         self._error: ExchangeError | None = None
         self._known = threading.Event()
         self._lock = threading.Lock()
+        # Called with a channel, and the exchange on it that cannot progress at the moment.
         self.tell_stalled: Callable[[str, ExchangeCall], None] | None = None
         self._running: dict[str, ExchangeCall] = {}  # by channel
         self._stalled: set[str] = set()

@@ -47,17 +47,11 @@ CONTROL = "control"
 
 @dataclasses.dataclass(frozen=True)
 class Encryption:
-    """TLS between workers: each proves its certificate to the other.
+    """TLS between workers: each proves its certificate to the other. All are paths of files in PEM."""
 
-    Args:
-        certificate: Path of this worker's certificate, in PEM.
-        key: Path of its private key.
-        authority: Path of the certificates that are trusted.
-    """
-
-    certificate: str
+    certificate: str  # of this worker
     key: str
-    authority: str
+    authority: str  # the certificates that are trusted
 
     def wrap(self, connection: socket.socket, *, is_server: bool) -> socket.socket:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
@@ -86,15 +80,10 @@ class _Joined:
 
 @dataclasses.dataclass
 class GroupConnections:
-    """The connections of a worker.
+    """The connections of a worker."""
 
-    Attributes:
-        control: The control connection to each other worker, by rank.
-        links: The links by channel, then by rank; `None` for this worker.
-    """
-
-    control: dict[int, NonblockingConnection]
-    links: dict[str, list[WorkerLink | None]]
+    control: dict[int, NonblockingConnection]  # the control connection to each other worker, by rank
+    links: dict[str, list[WorkerLink | None]]  # by channel, then by rank; None for this worker
 
 
 class GroupJoin:

@@ -125,13 +125,8 @@ class SharedMemoryLink(WorkerLink):
     """A link between two workers of one host: slots of memory for each direction.
 
     The memory has no name, so nothing is left when the workers are killed. Counters of the kernel (`eventfd`) say how
-    many slots are full and how many are free; they also order the accesses to the memory.
-
-    Args:
-        peer: The rank of the other worker.
-        memory: The descriptor of `2 * MEMORY_BYTES`: the slots of the side that created it, then those of the other.
-        counters: Descriptors: full and free slots of the first half, full and free slots of the second half.
-        is_creator: Whether this side created the memory.
+    many slots are full and how many are free; they also order the accesses to the memory. `memory` and `counters` are
+    descriptors of `create`: first the slots and their counters of the side that created them.
     """
 
     MEMORY_BYTES = _SLOTS * SEGMENT_BYTES

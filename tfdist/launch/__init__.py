@@ -1,13 +1,5 @@
 """`tfdist run`: starts workers, supervises them, restarts them, and reports why a run failed.
 
-- `cli`: the sub-commands `run`, `checkpoints` and `doctor`.
-- `processes`: worker processes, their output and heartbeats, and the supervisor.
-- `restart`: root causes, outcomes and the restart policy.
-- `rendezvous`: runs over several hosts.
-- `notebook`: `from_notebook`, which runs a function of a notebook on workers, and `plan_from_notebook`.
-- `engines`: `on_ray`, `on_spark` and `on_dask`, which run a function in the places that an engine gives.
-- `function_call`: the call of a function in new processes, below both.
-
 The launcher never imports TensorFlow; only warm spares do (`processes/warm_spare_main.py`). The entry point is
 `tfdist.launch.cli.main:main`; `python -m tfdist.launch` is the same.
 """

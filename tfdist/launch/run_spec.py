@@ -254,11 +254,7 @@ class RunSpec:
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
 
     def grace_periods(self, *, may_restart: bool) -> GracePeriods:
-        """Returns how long workers have to exit; less after a failure that may be followed by a restart.
-
-        >>> RunSpec(grace=60.0).grace_periods(may_restart=True)
-        GracePeriods(stop=60.0, failure=0.5, patience=60.0)
-        """
+        """Returns how long workers have to exit; less after a failure that may be followed by a restart."""
         failure = self.grace_seconds
         return GracePeriods(
             stop=STOP_GRACE_SECONDS if self.grace is None else self.grace,
@@ -311,9 +307,5 @@ class NodeOptions:
 
 
 def bracketed(address: str) -> str:
-    """Returns an address as it is written before a port.
-
-    >>> bracketed("fd00::1"), bracketed("10.0.0.1")
-    ('[fd00::1]', '10.0.0.1')
-    """
+    """Returns an address as it is written before a port: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

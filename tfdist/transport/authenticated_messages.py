@@ -20,11 +20,7 @@ _MAC_BYTES = 32
 
 
 def encode_frame(body: bytes) -> bytes:
-    r"""Returns the frame of a body.
-
-    >>> encode_frame(b"{}")
-    b'\x00\x00\x00\x02{}'
-    """
+    """Returns the frame of a body."""
     return _LENGTH.pack(len(body)) + body
 
 
@@ -37,13 +33,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 class FrameBuffer:
-    r"""Splits received bytes into frame bodies.
-
-    >>> buffer = FrameBuffer(max_bytes=100)
-    >>> buffer.feed(b"\x00\x00\x00\x02{}\x00")
-    >>> buffer.next(), buffer.next()
-    (b'{}', None)
-    """
+    """Splits received bytes into frame bodies."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -157,11 +157,7 @@ def relative_speeds(text: str) -> tuple[float, ...]:
 
 
 def memory_bytes(text: str) -> int:
-    """Parses `--memory`.
-
-    >>> memory_bytes("16GiB"), memory_bytes("1.5GB")
-    (17179869184, 1500000000)
-    """
+    """Parses `--memory`."""
     match = _MEMORY.fullmatch(text.strip().lower())
     size = int(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0
     if size < 1:

@@ -145,11 +145,7 @@ def has_completed(exits: Iterable[WorkerExit], roles: Mapping[int, Role]) -> boo
 
 
 def fit_suffix(number: int) -> str:
-    """Returns the words that follow the number of a step: none in the first `fit`, because most scripts have only one.
-
-    >>> f"step 41{fit_suffix(1)}", f"step 41{fit_suffix(2)}"
-    ('step 41', 'step 41 of fit 2')
-    """
+    """Returns the words behind the number of a step: none in the first `fit`, because most scripts have only one."""
     return "" if number == 1 else f" of fit {number}"
 
 
@@ -256,11 +252,7 @@ class ErrorFile:
 
 
 def error_entry(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the content of the file.
-
-    >>> error_entry(Outcome(0, 1, (WorkerExit(0, -9),)), "f00d", earlier=[])["cause"]["signal"]
-    'SIGKILL'
-    """
+    """Returns the content of the file."""
     root_cause = outcome.root_cause
     rank = outcome.failed_rank
     cause: dict[str, Any] = {
