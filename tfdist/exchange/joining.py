@@ -158,7 +158,12 @@ class GroupJoin:
                 arrival.close()
                 if is_late:
                     return
-                raise _doubled(arrival.rank, self._addresses[arrival.rank])
+                raise HandshakeError(
+                    f"Two processes are worker {arrival.rank}. Received: connections of both as worker {arrival.rank} "
+                    f"at {self._addresses[arrival.rank]}, which prove the token. Expected: one process for each "
+                    "worker. Look for a process that an earlier run has left, or for the same index in the TF_CONFIG "
+                    "of two workers."
+                )
             if arrival.process != earlier.process or arrival.purpose == earlier.purpose:
                 joined.pop(place).close()
         joined[arrival.rank, arrival.purpose] = arrival
@@ -366,14 +371,6 @@ def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
         f"Worker {peer} at {address} refused this worker. Received: {error}. Expected: the same TFDIST_TOKEN, the "
         "same addresses and the same attempt on all workers. Start all workers by one launcher, or set the same "
         "TFDIST_TOKEN for all."
-    )
-
-
-def _doubled(rank: int, address: str) -> HandshakeError:
-    return HandshakeError(
-        f"Two processes are worker {rank}. Received: connections of both as worker {rank} at {address}, which prove "
-        "the token. Expected: one process for each worker. Look for a process that an earlier run has left, or for "
-        "the same index in the TF_CONFIG of two workers."
     )
 
 

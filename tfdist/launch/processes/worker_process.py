@@ -172,13 +172,14 @@ class WorkerEnvironments:
         }
         if any(role.is_server and role.task.type == "worker" for role in start.roles.values()):
             common = {_ALLOCATOR_POOLS: "1", **common}
-        configs = {rank: ClusterConfig(cluster, role.task) for rank, role in roles.items()}
         # TensorFlow reserves the memory of each GPU that it sees, which a worker on this host needs.
-        hidden: dict[int, dict[str, str]] = {
-            rank: {} if role.computes else {"CUDA_VISIBLE_DEVICES": "-1"} for rank, role in roles.items()
-        }
+        without_gpus = {**common, "CUDA_VISIBLE_DEVICES": "-1"}
         return {
-            rank: {**common, **hidden[rank], "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()
+            rank: {
+                **(common if role.computes else without_gpus),
+                "TF_CONFIG": ClusterConfig(cluster, role.task).to_tf_config(),
+            }
+            for rank, role in roles.items()
         }
 
 
