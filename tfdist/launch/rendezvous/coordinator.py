@@ -12,11 +12,11 @@ from tfdist.launch.rendezvous.membership import (
     JoinRejectedError,
     Membership,
     Node,
-    NodeConnection,
     workers_left_out,
 )
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
 from tfdist.launch.run_spec import RunSpec, describe_jobs
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.formatting import signal_name
 
@@ -58,7 +58,7 @@ class RunCoordinator:
         """Whether the run is over, and the nodes know it."""
         return self._phase is _RunPhase.OVER
 
-    def join(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> Node | None:
+    def join(self, connection: NonblockingConnection, message: Mapping[str, Any], *, now: float) -> Node | None:
         """Adds a node, or rejects it and returns None. ValueError, KeyError and TypeError: malformed message."""
         if self.is_over:
             reason = "Received: a request to join after the end of the run. Expected: a run in progress."

@@ -2,25 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.run_spec import Role, RunSpec, bracketed
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.utils.cores_and_ports import is_loopback
 
 SUSPICIOUS_HEARTBEATS = 2.5
 """Number of missed heartbeats after which a node is suspected to be lost."""
-
-
-class NodeConnection(Protocol):
-    """What the coordinator needs of a connection to a node."""
-
-    @property
-    def local_address(self) -> str: ...
-
-    def send(self, message: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JoinRejectedError(Exception):
@@ -35,7 +25,7 @@ class Node:
     host: str  # hostname
     address: str  # where other nodes reach its workers
     workers: int  # number of workers it was started for
-    connection: NodeConnection
+    connection: NonblockingConnection
     heard_at: float  # time of its last message
     suspects: bool = False  # it suspects one of its workers to be frozen
     share: int = 0  # number of its workers in the attempt; 0: it does not take part
@@ -89,7 +79,9 @@ class Membership:
         """Number of workers for which all nodes were started that have ever joined."""
         return sum(self._sizes.values())
 
-    def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
+    def admit(
+        self, connection: NonblockingConnection, message: Mapping[str, Any], *, now: float
+    ) -> tuple[Node, Node | None]:
         """Adds a node; returns it, and the silent node of the same rank that it replaces, or None.
 
         Raises a JoinRejectedError if the node does not fit; ValueError, KeyError or TypeError: malformed message.
