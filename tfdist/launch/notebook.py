@@ -232,7 +232,12 @@ def from_notebook(
             path = directory / "plan.json" if isinstance(plan, NotebookPlans) else Path(plan)
             if isinstance(plan, NotebookPlans):
                 plan.save(path)
-            calls = _calls_of_plan(path, workers) or (workers or 1)
+            best = best_plan(PlanFile.read(path), workers=workers)
+            processes = None if best is None else Processes.of(best)
+            if processes is None:  # the command says that there is no plan for these workers
+                calls = workers or 1
+            else:
+                calls = 1 if processes.has_chief or processes.parameter_servers else processes.workers
             by_plan = ["--plan", str(path)]
             spec = dataclasses.replace(spec, workers=workers or 0)
         with LauncherProcess(["run", *spec.arguments(), *by_plan, str(script)]) as launcher:
@@ -241,12 +246,3 @@ def from_notebook(
             raise UsageError(launcher.error)
         results = read_results(directory)
         return values_by_rank(code, read_failure(directory), results, calls=calls, last_lines=launcher.last_lines)
-
-
-def _calls_of_plan(path: Path, workers: int | None) -> int | None:
-    """Returns how many processes of a run by a plan call the function; None if there is no plan for these workers."""
-    best = best_plan(PlanFile.read(path), workers=workers)
-    if best is None:
-        return None
-    processes = Processes.of(best)
-    return 1 if processes.has_chief or processes.parameter_servers else processes.workers

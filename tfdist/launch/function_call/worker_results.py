@@ -4,10 +4,9 @@ import dataclasses
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.utils import atomic_files
@@ -46,31 +45,20 @@ class RankResult:
     error: dict[str, Any] | None = None  # `type`, `message` and `traceback` of the exception that the function raised
 
 
-class RankFiles:
-    """The result of one rank in one attempt: a value, the reason why it cannot be pickled, or an error.
+def begin_attempt(directory: Path, attempt: int, rank: int) -> Path:
+    """Records that an attempt has begun; returns the path of the rank's result, which `write_json` gives a suffix.
 
-    Each file appears complete or not at all.
+    A result is one file: a `.value`, the `.pickling-error` of one, or an `.error`; see `RankResult`.
     """
+    stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
+    stem.parent.mkdir(exist_ok=True)
+    return stem
 
-    def __init__(self, directory: Path, attempt: int, rank: int) -> None:
-        self._stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
 
-    def begin(self) -> None:
-        self._stem.parent.mkdir(exist_ok=True)
-
-    def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
-        """Writes the value. If `dump` raises, no file remains."""
-        with self._replacing(self._stem.with_suffix(".value")) as file:
-            dump(file)
-
-    def write_json(self, kind: str, content: dict[str, Any]) -> None:
-        """Writes an `error` that the function raised, or a `pickling-error` of its value; see `RankResult`."""
-        with self._replacing(self._stem.with_suffix(f".{kind}")) as file:
-            file.write(json.dumps(content).encode())
-
-    def _replacing(self, path: Path) -> AbstractContextManager[IO[bytes]]:
-        path.parent.mkdir(exist_ok=True)
-        return atomic_files.replacing(path, durable=False)
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file that appears complete or not at all."""
+    with atomic_files.replacing(path, durable=False) as file:
+        file.write(json.dumps(content).encode())
 
 
 def read_results(directory: Path) -> dict[tuple[int, int], RankResult]:

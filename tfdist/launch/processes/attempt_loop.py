@@ -15,7 +15,6 @@ from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_group import WorkerGroup
 from tfdist.launch.processes.worker_supervisor import WorkerSupervisor
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.linux_syscalls import become_subreaper
 
@@ -76,7 +75,6 @@ class AttemptLoop:
     def _run_attempt(self, start: AttemptStart) -> Outcome:
         roles = start.local_roles
         logs = self._logs.open(roles, attempt=start.attempt)
-        restarted_alone = [rank for rank, role in roles.items() if role.is_restarted_alone]
         monitor = HeartbeatMonitor(
             roles,
             now=time.monotonic(),
@@ -90,10 +88,9 @@ class AttemptLoop:
             logs,
             policy=self._policy,
             group=WorkerGroup(self._reaper, self._spares, keeps_spares=start.may_restart, spared=self._spared),
-            backoff=WorkerBackoff(restarted_alone, limit=self._spec.worker_restarts),
             signals=self._signals,
-            grace_periods=self._spec.grace_periods(may_restart=start.may_restart),
             monitor=monitor,
+            spec=self._spec,
         )
         self._status.begin_attempt(start.attempt, start.roles, monitor, now=time.monotonic())
         self._console.follow(self._status, now=time.monotonic())

@@ -16,7 +16,7 @@ from tfdist.launch.processes.worker_process import WorkerProcess
 from tfdist.launch.restart.attempt_outcome import Outcome, has_completed
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
-from tfdist.launch.run_spec import GracePeriods, Role, count_workers
+from tfdist.launch.run_spec import Role, RunSpec, count_workers
 from tfdist.utils.formatting import signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05
@@ -43,16 +43,16 @@ class WorkerSupervisor:
         *,
         policy: RunPolicy,
         group: WorkerGroup,
-        backoff: WorkerBackoff,
         signals: StopSignals,
-        grace_periods: GracePeriods,
         monitor: HeartbeatMonitor,
+        spec: RunSpec,
     ) -> None:
         self._roles, self._environments = start.local_roles, environments
         self._console, self._logs, self._signals = console, logs, signals
-        self._grace_periods, self._monitor = grace_periods, monitor
+        self._grace_periods, self._monitor = spec.grace_periods(may_restart=start.may_restart), monitor
         self._policy, self._policy_fd = policy, policy.descriptor
-        self._backoff = backoff
+        restarted_alone = [rank for rank, role in self._roles.items() if role.is_restarted_alone]
+        self._backoff = WorkerBackoff(restarted_alone, limit=spec.worker_restarts)
         # The exit after which this host has no worker any more that is restarted alone.
         self._last_restartable: WorkerExit | None = None
         self._group, self._shutdown = group, GroupShutdown(group)
