@@ -181,33 +181,28 @@ class GroupJoin:
                     self._start_dialer(rank)
 
     def _next(self, wanted: set[tuple[int, str]], joined: dict[tuple[int, str], _Joined]) -> _Joined:
-        deadline = self._deadline
-        arrival: _Joined | Exception | None = None
         next_check = time.monotonic() + _CHECK_SECONDS
-        while arrival is None and (seconds_left := deadline - time.monotonic()) > 0:
+        while (seconds_left := self._deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 arrival = self._joined.get(timeout=min(seconds_left, _LOOK_SECONDS))
-            if arrival is not None:
-                break
+                if isinstance(arrival, Exception):
+                    raise arrival
+                return arrival
             self._forget_lost(joined)
-            if self._check_missing is not None and next_check <= time.monotonic() < deadline:
+            if self._check_missing is not None and next_check <= time.monotonic() < self._deadline:
                 next_check = time.monotonic() + _CHECK_SECONDS
                 workers = sorted({rank for rank, _ in wanted - joined.keys()})
                 self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
-        if arrival is None:
-            missing_workers = "; ".join(
-                f"worker {rank} at {self._addresses[rank]} ({self._reasons.get(rank, 'it has not connected')})"
-                for rank in sorted({rank for rank, _ in wanted - joined.keys()})
-            )
-            raise TimeoutError(
-                f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from "
-                f"{missing_workers}. Expected: every worker creates its strategy in that time. Check the logs of the "
-                "missing workers, or allow more time with `tfdist run --start-timeout` or "
-                "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
-            )
-        if isinstance(arrival, Exception):
-            raise arrival
-        return arrival
+        missing_workers = "; ".join(
+            f"worker {rank} at {self._addresses[rank]} ({self._reasons.get(rank, 'it has not connected')})"
+            for rank in sorted({rank for rank, _ in wanted - joined.keys()})
+        )
+        raise TimeoutError(
+            f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from "
+            f"{missing_workers}. Expected: every worker creates its strategy in that time. Check the logs of the "
+            "missing workers, or allow more time with `tfdist run --start-timeout` or "
+            "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
+        )
 
     def _group(self, joined: dict[tuple[int, str], _Joined]) -> GroupConnections:
         control = {

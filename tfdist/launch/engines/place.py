@@ -56,7 +56,13 @@ def run_place(
         should_stop: Asked a few times a second: whether the workers have to save and leave.
         environ: Variables to set in addition, such as the devices that the engine gives.
     """
-    if problem := _other_versions(task):
+    if (own_versions := Versions.of_this_process()) != task.versions:
+        problem = (
+            f"A place has other versions than the driver. Received: {own_versions} in {sys.executable} on "
+            f"{socket.gethostname()}. Expected: {task.versions}. Install the driver's versions on all hosts of the "
+            "engine, or make it use another Python: by PYSPARK_PYTHON for Spark, by the command that starts the "
+            "workers for Dask."
+        )
         return PlaceResult(task.rank, 2, {}, None, (), problem)
     with call_directory(task.call, prefix="tfdist-place-") as (directory, script):
         arguments = [*task.arguments, "--error-file", str(directory / FAILURE), str(script)]
@@ -80,17 +86,6 @@ def run_place(
             launcher.error,
             count_attempts(directory),
         )
-
-
-def _other_versions(task: PlaceTask) -> str:
-    own_versions = Versions.of_this_process()
-    if own_versions == task.versions:
-        return ""
-    return (
-        f"A place has other versions than the driver. Received: {own_versions} in {sys.executable} on "
-        f"{socket.gethostname()}. Expected: {task.versions}. Install the driver's versions on all hosts of the engine, "
-        "or make it use another Python: by PYSPARK_PYTHON for Spark, by the command that starts the workers for Dask."
-    )
 
 
 class _Stop:

@@ -57,7 +57,10 @@ def enter_private_network() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    _enable_loopback()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = _IFREQ.pack(b"lo", 0)
+        _, flags = _IFREQ.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
+        fcntl.ioctl(control, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags | _IFF_UP))
 
 
 def _denial() -> str:
@@ -72,7 +75,8 @@ def _denial() -> str:
         status = 1
         try:
             enter_private_network()
-            _use_loopback()
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                socket.create_connection(server.getsockname(), timeout=5).close()
             status = 0
         except OSError as error:
             os.write(writer, (error.strerror or str(error)).encode()[:400])
@@ -83,15 +87,3 @@ def _denial() -> str:
         reason = pipe.read().decode(errors="replace")
     _, status = os.waitpid(pid, 0)
     return "" if status == 0 else reason or f"the trial ended with status {status}"
-
-
-def _enable_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = _IFREQ.pack(b"lo", 0)
-        _, flags = _IFREQ.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
-        fcntl.ioctl(control, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags | _IFF_UP))
-
-
-def _use_loopback() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socket.create_connection(server.getsockname(), timeout=5).close()

@@ -50,7 +50,8 @@ class AttemptTracker:
             case "failed":
                 self.fail(node, str(message["text"]), now=now)
             case "lost_peer":
-                self.report_lost_peer(str(message["text"]), now=now)
+                # Its node has waited for another cause.
+                self._lost_peer, self._lost_peer_from = self._lost_peer or str(message["text"]), now
             case "done":
                 self.finish(node, decode_outcome(message["outcome"], node.host), grace_periods=grace_periods, now=now)
             case "no_worker":
@@ -64,10 +65,6 @@ class AttemptTracker:
         if node.rank not in self._failed_ranks:
             self._failed_ranks.append(node.rank)
         self._order(ShutdownOrder(text), now)
-
-    def report_lost_peer(self, text: str, *, now: float) -> None:
-        """Records a failure that only reports a lost peer; its node has waited for another cause."""
-        self._lost_peer, self._lost_peer_from = self._lost_peer or text, now
 
     def lose(self, node: Node, text: str, *, now: float) -> str:
         """Records the loss of a node; returns what follows, for the user, if the training continues without it."""
@@ -117,7 +114,7 @@ class AttemptTracker:
             self._end_servers(now)
         if self.order is not None or not outcome.has_failed:
             return
-        if root_cause is not None and root_cause.is_preempted:
+        if has_saved:
             self._saved_until = self._saved_until or now + grace_periods.stop
         elif root_cause is not None and root_cause.reports_lost_peer:
             self._lost_peer = self._lost_peer or outcome.describe()
