@@ -318,7 +318,16 @@ def _token(path: Path | None, environ: Mapping[str, str]) -> str:
     if path is None:
         source, token = f"the variable {TOKEN_VARIABLE}", environ.get(TOKEN_VARIABLE, "").strip()
     else:
-        source, token = f"--token-file {path}", _read_token(path)
+        source = f"--token-file {path}"
+        try:
+            with open(path, "rb") as file:
+                token = file.read(_MAX_TOKEN_BYTES).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"The token cannot be read. Received: {source} ({getattr(error, 'strerror', None) or error}). "
+                f"Expected: a text file of at least {_MIN_TOKEN_CHARACTERS} characters. Create one by {_MAKE_TOKEN} > "
+                f"{path}"
+            ) from error
     if len(token) < _MIN_TOKEN_CHARACTERS:
         how = f"{len(token)} characters" if token else "nothing"
         raise UsageError(
@@ -327,15 +336,3 @@ def _token(path: Path | None, environ: Mapping[str, str]) -> str:
             f"it by --token-file or {TOKEN_VARIABLE}, never on the command line."
         )
     return token
-
-
-def _read_token(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_MAX_TOKEN_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"The token cannot be read. Received: --token-file {path} ({getattr(error, 'strerror', None) or error}). "
-            f"Expected: a text file of at least {_MIN_TOKEN_CHARACTERS} characters. Create one by {_MAKE_TOKEN} > "
-            f"{path}"
-        ) from error

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tfdist.utils import atomic_files
 from tfdist.utils.optional_modules import import_optional
 
 # Types are looked up only in libraries that are loaded: otherwise there are no such objects.
@@ -202,8 +201,7 @@ def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
 
 def write_call(directory: Path, call: bytes) -> None:
     """Writes a call of `pickle_call` into a directory, for `call_written`."""
-    with atomic_files.replacing(directory / _CALL_FILE, durable=False) as file:
-        file.write(call)
+    (directory / _CALL_FILE).write_bytes(call)
 
 
 def call_written(directory: Path) -> Any:

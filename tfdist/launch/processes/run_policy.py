@@ -102,7 +102,7 @@ class SingleNodePolicy(RunPolicy):
 
     def __init__(self, spec: RunSpec, *, error_file: ErrorFile, say: Callable[..., None]) -> None:
         self._spec, self._error_file, self._say = spec, error_file, say
-        self._evaluator = AttemptEvaluator.of(spec, spec.workers)
+        self._evaluator = AttemptEvaluator(spec, spec.workers)
         self._workers = spec.workers
         self._attempt = 0
         self._not_before = 0.0

@@ -183,7 +183,7 @@ class RunCoordinator:
             return
         all_workers = self._membership.all_workers
         if self._evaluator is None:
-            self._evaluator = AttemptEvaluator.of(self._spec, all_workers)
+            self._evaluator = AttemptEvaluator(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
         self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
         self._phase = _RunPhase.RUNNING

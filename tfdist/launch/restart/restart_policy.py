@@ -215,20 +215,16 @@ class AttemptEvaluation:
 class AttemptEvaluator:
     """Evaluates the attempts of a run one after the other."""
 
-    def __init__(self, restarts: RestartPolicy, run_id: str) -> None:
-        self._restarts, self._run_id = restarts, run_id
-        self._failed: list[dict[str, Any]] = []  # failed attempts, for the error files
-
-    @classmethod
-    def of(cls, spec: RunSpec, workers: int) -> "AttemptEvaluator":
-        restarts = RestartPolicy(
-            workers=workers,
+    def __init__(self, spec: RunSpec, workers: int) -> None:
+        self._restarts = RestartPolicy(
+            workers=workers,  # on all hosts together
             # A lost parameter server says nothing about the number of workers.
             min_workers=(not spec.parameter_servers and spec.min_workers) or workers,
             max_restarts=spec.max_restarts,
             delay_seconds=spec.restart_delay,
         )
-        return cls(restarts, spec.run_id)
+        self._run_id = spec.run_id
+        self._failed: list[dict[str, Any]] = []  # failed attempts, for the error files
 
     @property
     def may_restart(self) -> bool:
