@@ -110,15 +110,15 @@ class GroupFailure:
         if self.tell_stalled is not None:
             self.tell_stalled(channel, self._running[channel])
 
-    def stalls_elsewhere(self, own: int, rank: int, channel: str, number: int, call: str) -> None:
-        """Compares an exchange that has stalled on worker `rank` with those of this worker, `own`.
+    def stalls_elsewhere(self, own_rank: int, rank: int, channel: str, number: int, call: str) -> None:
+        """Compares an exchange that has stalled on worker `rank` with those of this worker.
 
         Workers that wait for the same number in the common order on different channels would wait forever.
         """
         for name in self._stalled - {channel}:
             running = self._running.get(name)
             if running is not None and running.number == number:
-                self.mismatch({own: f"{running}, {name}", rank: f"{call}, {channel}"})
+                self.mismatch({own_rank: f"{running}, {name}", rank: f"{call}, {channel}"})
 
     def lost(self, rank: int, cause: str) -> None:
         """Records that a worker is lost, unless a failure is known already."""

@@ -269,8 +269,8 @@ class GroupJoin:
             accepted = BlockingConnection.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
             request = accepted.receive(_HANDSHAKE_SECONDS)
             rank, purpose = request.get("rank"), request.get("purpose")
-            is_known = isinstance(rank, int) and self._rank < rank < len(self._addresses)
-            if not is_known or purpose not in (CONTROL, *self._channels):
+            is_purpose = purpose in (CONTROL, *self._channels)
+            if not (isinstance(rank, int) and self._rank < rank < len(self._addresses) and is_purpose):
                 accepted.close()
                 return
             shares = bool(self._host) and request.get("host") == self._host
@@ -279,7 +279,6 @@ class GroupJoin:
             descriptors: tuple[int, ...] = ()
             if is_local:
                 descriptors = accepted.receive_descriptors(_DESCRIPTORS, _HANDSHAKE_SECONDS)
-            assert isinstance(rank, int)
             self._arrive(_Joined(rank, str(purpose), str(request.get("process")), accepted, descriptors))
         except (TransportError, OSError):
             connection.close()  # a stranger, or a worker that tries again
