@@ -286,16 +286,14 @@ class _OwnPart:
     """The part of an array that this worker adds up, segment by segment."""
 
     def __init__(
-        self, rank: int, transfers: dict[int, _Transfer], own_values: Array, total: Array, *, sends_sums: bool
+        self, rank: int, transfers: dict[int, _Transfer], part: Array, total: Array, *, sends_sums: bool
     ) -> None:
         self._rank, self._transfers = rank, transfers
-        self._own, self._total, self._sends_sums = own_values, total, sends_sums
-        self._step = (
-            next((transfer.segment_bytes for transfer in transfers.values()), SEGMENT_BYTES) // own_values.itemsize
-        )
+        self._own, self._total, self._sends_sums = part, total, sends_sums
+        self._step = next((transfer.segment_bytes for transfer in transfers.values()), SEGMENT_BYTES) // part.itemsize
         self._arrived: dict[int, dict[int, memoryview]] = collections.defaultdict(dict)
         if not transfers:
-            total[...] = own_values
+            total[...] = part
 
     def receive_from(self, peer: int) -> None:
         """Receives the values of `peer` for this part."""

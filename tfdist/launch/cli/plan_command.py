@@ -128,22 +128,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def link(text: str) -> Link:
-    """Parses `--link`, and returns what TCP gets of an Ethernet link.
-
-    >>> parsed = link("1gbit,0.1ms")
-    >>> round(8 * parsed.bytes_per_second / 1e6), parsed.latency_seconds
-    (941, 0.0001)
-    """
+    """Parses `--link`, and returns what TCP gets of an Ethernet link."""
     rate, _, latency = text.partition(",")
     return Link.ethernet(bits_per_second(rate.strip()), duration_seconds(latency.strip()) if latency else 0.0)
 
 
 def relative_speeds(text: str) -> tuple[float, ...]:
-    """Parses `--speeds`.
-
-    >>> relative_speeds("1,1,0.5")
-    (1.0, 1.0, 0.5)
-    """
+    """Parses `--speeds`."""
     try:
         speeds = tuple(map(float, text.split(",")))
     except ValueError:

@@ -21,14 +21,7 @@ from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 
 def program(function: str, *arguments: Any) -> str:
-    """Returns the source of a program that calls a function of this module with this process's search path.
-
-    >>> print(program("run_worker", "directory"))
-    import sys
-    sys.path[:] = [...]
-    from tfdist.launch.function_call.child_programs import run_worker
-    run_worker('directory')
-    """
+    """Returns the source of a program that calls a function of this module with this process's search path."""
     return "\n".join(
         [
             "import sys",

@@ -79,12 +79,7 @@ def import_cloudpickle() -> Any:
 
 
 def explain_pickling_error(function: Any, arguments: Sequence[Any]) -> str:
-    """Returns the part of a function and its arguments that cannot be pickled, and the reason.
-
-    >>> import threading
-    >>> explain_pickling_error(len, [1, threading.Lock()])
-    "argument 2 of type lock (cannot pickle '_thread.lock' object)"
-    """
+    """Returns the part of a function and its arguments that cannot be pickled, and the reason."""
     for number, argument in enumerate(arguments, 1):
         if reason := _reason(argument):
             return f"argument {number} of type {type(argument).__name__} ({reason})"
