@@ -9,7 +9,7 @@ from planned_programs import program
 
 from tfdist.launch.cli import plan_command, plan_execution
 from tfdist.launch.cli.main import add_command, main
-from tfdist.launch.cli.plan_command import link, memory_bytes
+from tfdist.launch.cli.plan_command import link, memory_bytes, relative_speeds
 from tfdist.launch.cli.plan_execution import METHODS
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE
@@ -187,7 +187,10 @@ def test_measurements_without_compression(script, capsys):
 
 def test_units():
     assert memory_bytes("1.5GB") == 1_500_000_000 and memory_bytes("512MiB") == 512 * 2**20
+    assert memory_bytes("16GiB") == 16 * 2**30
     assert link("300mbit,0.5ms").latency_seconds == 0.0005
+    assert round(8 * link("1gbit,0.1ms").bytes_per_second / 1e6) == 941, "what TCP gets of an Ethernet link"
+    assert relative_speeds("1,1,0.5") == (1.0, 1.0, 0.5)
 
 
 def test_missing_measurements_of_xla_are_named(script, capsys):
