@@ -170,7 +170,7 @@ class _Round:
             )
         if "Traceback (most recent call last)" in error:
             return WorkerError(f"A place failed in a task of Spark: {error}")
-        return LostPlaceError(f"a place was lost: {_first_lines(error)}")
+        return LostPlaceError(" ".join(["a place was lost:", _first_lines(error)]))
 
     def _stop(self, thread: threading.Thread) -> None:
         """Cancels the job if it has not ended, and waits for its tasks."""
