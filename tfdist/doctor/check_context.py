@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tfdist
 from tfdist.cluster import ClusterConfig
+from tfdist.utils.cores_and_ports import host_and_port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,7 @@ def host_of(address: str) -> str:
     >>> host_of("[::1]:2222")
     '::1'
     """
-    return address.rpartition(":")[0].strip("[]").lower()
-
-
-def port_of(address: str) -> int:
-    """Returns the port of `"host:port"`."""
-    return int(address.rpartition(":")[2])
+    return host_and_port(address)[0].lower()
 
 
 def python_path(environ: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist.doctor.check_context import CheckContext, host_of, port_of
+from tfdist.doctor.check_context import CheckContext, host_of
 from tfdist.doctor.checkpoint_checks import check_checkpoints
 from tfdist.doctor.chief_task import ChiefTask
 from tfdist.doctor.library_checks import check_hash_seed, check_libraries, check_python, compare_versions
@@ -22,6 +22,7 @@ from tfdist.doctor.network_checks import (
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding, Report
 from tfdist.doctor.resource_checks import check_cores, check_memory, check_open_files, check_shared_memory
 from tfdist.doctor.tensorflow_checks import check_tensorflow_start
+from tfdist.utils.cores_and_ports import host_and_port
 
 Check = Callable[[CheckContext], list[Finding]]
 MACHINE_CHECKS: tuple[Check, ...] = (
@@ -82,7 +83,7 @@ def run_checks(
         alone = Finding(OK, "peers", f"no cluster{which}: only this machine is checked", task=context.task)
         return Report(context, (*known, *run_machine_checks(context, checks), alone))
     address = context.addresses[context.task]
-    host, port = host_of(address), port_of(address)
+    host, port = host_of(address), host_and_port(address)[1]
     server: socket.socket | None = None
     try:
         server = listen(host, port)

@@ -9,10 +9,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.doctor.check_context import CheckContext, host_of
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.utils.cores_and_ports import temporary_ports
+from tfdist.utils.cores_and_ports import listen_on_all_interfaces, temporary_ports
 from tfdist.utils.formatting import printable
 
 # gRPC uses the first proxy that is set (lower case only), except for the hosts in the first list that is set.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from tfdist.cluster import ClusterSpec
-from tfdist.doctor.check_context import host_of, port_of
+from tfdist.doctor.check_context import host_of
 from tfdist.transport.blocking_connection import BlockingConnection, close_socket
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.transport_errors import (
@@ -21,6 +21,7 @@ from tfdist.transport.transport_errors import (
     TokenRejectedError,
     TransportError,
 )
+from tfdist.utils.cores_and_ports import host_and_port
 from tfdist.utils.formatting import printable
 
 PROTOCOL = 2
@@ -175,7 +176,7 @@ class PeerConnections:
         peer.reason = RESOLVING if peer.reason == NOT_TRIED else peer.reason
         host = host_of(peer.address)
         try:
-            opened = socket.create_connection((host, port_of(peer.address)), timeout=_CONNECT_SECONDS)
+            opened = socket.create_connection((host, host_and_port(peer.address)[1]), timeout=_CONNECT_SECONDS)
         except ConnectionRefusedError:
             return REFUSED
         except TimeoutError:

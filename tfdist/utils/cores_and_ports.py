@@ -1,7 +1,8 @@
-"""The CPU cores and TCP ports of this host, and how the workers share them."""
+"""The CPU cores and TCP ports of this host, how the workers share them, and the addresses at which they listen."""
 
 import contextlib
 import errno
+import ipaddress
 import os
 import secrets
 import socket
@@ -82,6 +83,35 @@ def _bind(holder: socket.socket) -> None:
             if error.errno != errno.EADDRINUSE:
                 raise
     holder.bind(("", 0))
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns the parts of a `host:port`.
+
+    >>> host_and_port("node0:2222"), host_and_port("[::1]:2222")
+    (('node0', 2222), ('::1', 2222))
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is known to be this one by its name or address.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("node7")
+    (True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen_on_all_interfaces(port: int, *, backlog: int | None = None) -> socket.socket:
+    """Returns a socket that listens where TensorFlow's server does: on all interfaces, IPv6 and IPv4."""
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=has_both)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import json
 import pytest
 from planned_programs import program
 
-from tfdist.launch.cli import plan_command, plan_network
+from tfdist.launch.cli import plan_command, plan_execution
 from tfdist.launch.cli.main import add_command, main
-from tfdist.launch.cli.plan_command import link, memory_bytes
+from tfdist.launch.cli.plan_command import link, memory_bytes, relative_speeds
 from tfdist.launch.cli.plan_execution import METHODS
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE
@@ -22,7 +22,7 @@ from tfdist.utils.argument_checks import UsageError
 def script(tmp_path, monkeypatch):
     for name in ("TF_CONFIG", "SLURM_JOB_ID", "SLURM_PROCID", "TFDIST_NUM_WORKERS", "TFDIST_SERVICE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plan_network, "usable_cores", lambda: 2)
+    monkeypatch.setattr(plan_execution, "usable_cores", lambda: 2)
     path = tmp_path / "train.py"
     path.write_text("raise AssertionError('the script was run')")
     return str(path)
@@ -110,10 +110,10 @@ def test_workers_on_this_machine_share_its_memory(script, capsys):
 def test_in_a_cluster_links_are_measured(script, monkeypatch, capsys):
     config = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: Link(5e6, 0.002))
+    monkeypatch.setattr(plan_execution, "measured_link", lambda *_: Link(5e6, 0.002))
     assert plan(script) == 0
     assert "3 workers, each with 40.0 Mbit/s and 2.00 ms" in capsys.readouterr().out
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: None)
+    monkeypatch.setattr(plan_execution, "measured_link", lambda *_: None)
     probe = Probe()
     assert plan(script, probe=probe) == 0  # another task plans
     assert not probe.calls and "the first task of the cluster shows the plans" in capsys.readouterr().err
@@ -187,7 +187,10 @@ def test_measurements_without_compression(script, capsys):
 
 def test_units():
     assert memory_bytes("1.5GB") == 1_500_000_000 and memory_bytes("512MiB") == 512 * 2**20
+    assert memory_bytes("16GiB") == 16 * 2**30
     assert link("300mbit,0.5ms").latency_seconds == 0.0005
+    assert round(8 * link("1gbit,0.1ms").bytes_per_second / 1e6) == 941, "what TCP gets of an Ethernet link"
+    assert relative_speeds("1,1,0.5") == (1.0, 1.0, 0.5)
 
 
 def test_missing_measurements_of_xla_are_named(script, capsys):

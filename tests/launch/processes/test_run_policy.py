@@ -8,9 +8,8 @@ import pytest
 from replaced_clocks import set_clock
 
 from tfdist.launch.processes import run_policy
-from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.processes.run_policy import SingleNodePolicy
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_spec import RunSpec
 
@@ -86,14 +85,14 @@ def test_signal_before_a_restart(policy, signals):
     policy.next_attempt(signals)
     policy.attempt_ended(failed(0), signals)
     signals.received.append(15)
-    assert policy.next_attempt(signals) == RunEnd(143)
+    assert policy.next_attempt(signals) == 143
 
 
 def test_signal_during_a_failure_leads_to_no_restart(policy, signals, said):
     policy.next_attempt(signals)
     signals.received.append(15)
     policy.attempt_ended(failed(0, 3), signals)
-    assert policy.next_attempt(signals) == RunEnd(3)
+    assert policy.next_attempt(signals) == 3
     assert not any(line.startswith("restart") for line in said)
 
 

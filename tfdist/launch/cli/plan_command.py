@@ -45,11 +45,7 @@ the script are passed to it."""
 
 
 def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | None = None) -> int:
-    """Measures, prints the plans, and returns the exit code.
-
-    Raises:
-        UsageError: The command or the environment is invalid. Nothing was measured or written then.
-    """
+    """Measures, prints the plans, and returns the exit code. After a UsageError nothing was measured or written."""
     # Imported late: other commands do not need them.
     from tfdist.launch.cli.plan_execution import measure_and_plan
     from tfdist.probe.run_probe import measure as measure_program
@@ -132,28 +128,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def link(text: str) -> Link:
-    """Parses `--link`, and returns what TCP gets of an Ethernet link.
-
-    >>> parsed = link("1gbit,0.1ms")
-    >>> round(8 * parsed.bytes_per_second / 1e6), parsed.latency_seconds
-    (941, 0.0001)
-
-    Raises:
-        argparse.ArgumentTypeError: A part is invalid, or the rate is 0.
-    """
+    """Parses `--link`, and returns what TCP gets of an Ethernet link."""
     rate, _, latency = text.partition(",")
     return Link.ethernet(bits_per_second(rate.strip()), duration_seconds(latency.strip()) if latency else 0.0)
 
 
 def relative_speeds(text: str) -> tuple[float, ...]:
-    """Parses `--speeds`.
-
-    >>> relative_speeds("1,1,0.5")
-    (1.0, 1.0, 0.5)
-
-    Raises:
-        argparse.ArgumentTypeError: A speed is not a number above 0.
-    """
+    """Parses `--speeds`."""
     try:
         speeds = tuple(map(float, text.split(",")))
     except ValueError:
@@ -167,19 +148,7 @@ def relative_speeds(text: str) -> tuple[float, ...]:
 
 
 def memory_bytes(text: str) -> int:
-    """Parses `--memory`.
-
-    >>> memory_bytes("16GiB"), memory_bytes("1.5GB")
-    (17179869184, 1500000000)
-    >>> memory_bytes("0GB")
-    Traceback (most recent call last):
-        ...
-    argparse.ArgumentTypeError: Invalid size of a memory. Received: '0GB'. Expected: a number above 0 and a unit of kB,
-    MB, GB, KiB, MiB, GiB, for example 16GiB.
-
-    Raises:
-        argparse.ArgumentTypeError: It is invalid.
-    """
+    """Parses `--memory`."""
     match = _MEMORY.fullmatch(text.strip().lower())
     size = int(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0
     if size < 1:
@@ -191,7 +160,6 @@ def memory_bytes(text: str) -> int:
 
 
 def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `--simulate`."""
     group = parser.add_argument_group("simulation", "clusters that you do not have")
     group.add_argument(
         "--simulate",
@@ -241,11 +209,7 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_simulation_options(options: argparse.Namespace) -> None:
-    """Checks the options, before anything is measured.
-
-    Raises:
-        UsageError: Options are missing, without effect, or a picture cannot be drawn.
-    """
+    """Checks that no option is missing or without effect, before anything is measured (UsageError)."""
     dependent_options = [
         f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)
     ]
