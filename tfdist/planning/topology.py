@@ -6,12 +6,14 @@ Workers fill the racks in the order of their ranks.
 
 import argparse
 import dataclasses
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 
 from tfdist.planning.link_costs import Link
-from tfdist.planning.units import bits_per_second, duration_seconds
+
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +92,61 @@ def parse_topology(text: str) -> Topology:
 
 
 def parse_link(text: str) -> Link:
-    """Parses `RATE[,LATENCY]`, the nominal rate of an Ethernet link.
+    """Parses `RATE[,LATENCY]`, the nominal rate of an Ethernet link, and returns what TCP gets of it.
 
-    >>> parse_link("1gbit,0.1ms").latency_seconds
-    0.0001
+    >>> parsed = parse_link("1gbit,0.1ms")
+    >>> round(8 * parsed.bytes_per_second / 1e6), parsed.latency_seconds
+    (941, 0.0001)
     """
-    parts: Sequence[str] = text.split(",")
-    if len(parts) > 2:
+    rate, *latencies = (part.strip() for part in text.split(","))
+    if len(latencies) > 1:
         raise argparse.ArgumentTypeError(
             f"Invalid link. Received: {text!r}. Expected: RATE or RATE,LATENCY, for example 1gbit,0.1ms."
         )
-    return Link.ethernet(bits_per_second(parts[0]), duration_seconds(parts[1]) if len(parts) == 2 else 0.0)
+    return Link.ethernet(bits_per_second(rate), duration_seconds(latencies[0]) if any(latencies) else 0.0)
+
+
+def bits_per_second(text: str) -> float:
+    """Parses the nominal rate of a link.
+
+    >>> bits_per_second("1gbit"), bits_per_second("300Mbit/s")
+    (1000000000.0, 300000000.0)
+    >>> bits_per_second("0gbit")
+    Traceback (most recent call last):
+        ...
+    argparse.ArgumentTypeError: Invalid rate of a link. Received: '0gbit'. Expected: a number above 0 and a unit of
+    kbit, mbit, gbit, for example 1gbit.
+    """
+    rate = _quantity(text.lower().removesuffix("/s"), _BITS)
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"Invalid rate of a link. Received: {text!r}. Expected: a number above 0 and a unit of "
+            f"{', '.join(_BITS)}, for example 1gbit."
+        )
+    return rate
+
+
+def duration_seconds(text: str) -> float:
+    """Parses a duration with its unit.
+
+    >>> duration_seconds("0.5ms"), duration_seconds("30d")
+    (0.0005, 2592000.0)
+    >>> duration_seconds("30")
+    Traceback (most recent call last):
+        ...
+    argparse.ArgumentTypeError: Invalid duration. Received: '30'. Expected: a number of at least 0 and a unit of
+    us, ms, s, min, h, d, for example 0.5ms or 30d.
+    """
+    seconds = _quantity(text.lower(), _SECONDS)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"Invalid duration. Received: {text!r}. Expected: a number of at least 0 and a unit of "
+            f"{', '.join(_SECONDS)}, for example 0.5ms or 30d."
+        )
+    return seconds
+
+
+def _quantity(text: str, units: dict[str, float]) -> float:
+    """Returns the number times its unit; NaN if the text is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
+    return float(match[1]) * units[match[2]] if match and match[2] in units else math.nan

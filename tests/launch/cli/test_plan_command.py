@@ -9,7 +9,7 @@ from planned_programs import program
 
 from tfdist.launch.cli import plan_command, plan_network
 from tfdist.launch.cli.main import add_command, main
-from tfdist.launch.cli.plan_command import link, memory_bytes
+from tfdist.launch.cli.plan_command import memory_bytes
 from tfdist.launch.cli.plan_execution import METHODS
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE
@@ -61,7 +61,7 @@ def test_plans_for_each_number_of_workers(script, capsys, tmp_path):
     assert probe.calls == [([script, "--epochs", "3"], measured)]
     found = PlanFile.read(file)
     assert {one.workers for one in found.plans} == {2, 8}
-    assert found.link == {"bytes_per_second": link("1gbit").bytes_per_second, "latency_seconds": 1e-4}
+    assert found.link == {"bytes_per_second": parse_link("1gbit").bytes_per_second, "latency_seconds": 1e-4}
     keys = "strategy compression exact step_seconds samples_per_second memory_bytes wire_bytes reason code"
     assert set(keys.split()) <= set(json.loads(file.read_text())["plans"][0])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "train.py"]
@@ -137,6 +137,7 @@ def test_a_program_that_cannot_be_measured(script, capsys):
         (["--link", "0gbit", "train.py"], "Invalid rate of a link. Received: '0gbit'."),
         (["--link", "1gbit,-1ms", "train.py"], "Invalid duration. Received: '-1ms'."),
         (["--link", "1", "train.py"], "Invalid rate of a link. Received: '1'."),
+        (["--link", "1gbit,1ms,2ms", "train.py"], "Invalid link. Received: '1gbit,1ms,2ms'."),
         (["--workers", "0", "train.py"], "Invalid numbers of workers. Received: '0'."),
         (["--memory", "16", "train.py"], "Invalid size of a memory. Received: '16'."),
         (["--speeds", "1,0", "train.py"], "Invalid speeds of workers. Received: '1,0'."),
@@ -187,7 +188,7 @@ def test_measurements_without_compression(script, capsys):
 
 def test_units():
     assert memory_bytes("1.5GB") == 1_500_000_000 and memory_bytes("512MiB") == 512 * 2**20
-    assert link("300mbit,0.5ms").latency_seconds == 0.0005
+    assert parse_link("300mbit, 0.5ms").latency_seconds == 0.0005 and parse_link("1gbit,").latency_seconds == 0.0
 
 
 def test_missing_measurements_of_xla_are_named(script, capsys):
