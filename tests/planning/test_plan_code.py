@@ -11,10 +11,10 @@ import tfdist.strategies
 from tfdist.exchange import links
 from tfdist.planning.cost_terms import Conditions
 from tfdist.planning.group_exchanges import SEGMENT_BYTES
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.search import find_plans
 
-CONDITIONS = Conditions(Link(1e9), 10**12, allow_compression=True, allow_local_updates=True, speeds=(1.0, 0.5))
+CONDITIONS = Conditions(LinkSpeed(1e9), 10**12, allow_compression=True, allow_local_updates=True, speeds=(1.0, 0.5))
 
 
 def distinct_plans():

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdist.doctor.link_measurement import LinkMeasurement
 from tfdist.planning.group_exchanges import wire_bytes
-from tfdist.planning.link_costs import Link, collective_seconds
+from tfdist.planning.link_costs import LinkSpeed, collective_seconds
 from tfdist.planning.measurements import EXCHANGE, GATHER, SUM, Collective
 from tfdist.utils.formatting import format_count, format_rate, format_seconds
 
@@ -70,7 +70,7 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
     if not rates or workers < 2:
         return None
     rate, round_trip = min(rates), max(link.round_trip_seconds for link in measured)
-    link = Link(rate, round_trip / 2)
+    link = LinkSpeed(rate, round_trip / 2)
     exchanges = tuple(_estimate(method, parameters, workers, link) for method in _PAYLOADS)
     suggestion, reason = _suggest(parameters, workers, rate, exchanges[0].seconds)
     return Advice(parameters, workers, rate, round_trip, exchanges, suggestion, reason)
@@ -108,7 +108,7 @@ def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: f
     return "topk:0.01", reason
 
 
-def _estimate(method: str, parameters: int, workers: int, link: Link) -> Exchange:
+def _estimate(method: str, parameters: int, workers: int, link: LinkSpeed) -> Exchange:
     collectives = _collectives(method, payload_bytes(method, parameters), workers)
     seconds = sum(collective_seconds(one.kind, one.nbytes, workers, link) for one in collectives)
     return Exchange(method, math.ceil(wire_bytes(collectives, workers)), seconds)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from tfdist.planning.group_exchanges import bucket_bytes
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import ExchangeMeasurement, ProgramMeasurement
 from tfdist.planning.step_costs import peak_bytes
 
@@ -26,7 +26,7 @@ class Prediction:
 class Conditions:
     """The machines, and what the user allows."""
 
-    link: Link  # the connection of each worker
+    link: LinkSpeed  # the connection of each worker
     memory_bytes: int  # what a worker may use
     cores: int = 1  # cores of a worker. Steps are measured on as many.
     devices: int = 1  # devices of a worker, each of which computes as the measured one

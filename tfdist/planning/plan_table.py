@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.plan_code import start_command
 from tfdist.planning.plans import Plan
 from tfdist.utils.formatting import align_columns, counted, format_bytes, format_rate, format_seconds
@@ -46,7 +46,7 @@ def to_lines(
     too_large: Sequence[tuple[Plan, int]],
     *,
     rows: int,
-    link: Link | None,
+    link: LinkSpeed | None,
     memory_bytes: int,
     shown: int = 10,
     script: str = "train.py",

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import Measurements
 from tfdist.planning.plans import Plan
 from tfdist.planning.topology import Topology
 
 WEAK, STRONG = "weak", "strong"
 STAGES = "stages"
-FindPlans = Callable[[Measurements, Link, int], Sequence[Plan]]
+FindPlans = Callable[[Measurements, LinkSpeed, int], Sequence[Plan]]
 _SECONDS_PER_HOUR = 3600.0
 
 

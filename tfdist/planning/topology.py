@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -22,10 +22,10 @@ class Topology:
 
     text: str  # as the user has described it
     # the link of a host to its rack's switch, in each direction; its latency is that between two hosts of a rack
-    port: Link
+    port: LinkSpeed
     # the link of a rack to the others, in each direction, for all of its hosts together; its latency is that between
     # two hosts of different racks. None: all hosts are connected by one switch that is never full.
-    uplink: Link | None = None
+    uplink: LinkSpeed | None = None
     hosts_per_rack: int = 1
     racks: int | None = None  # the number of racks that exist; None: as many as the workers need
 
@@ -42,7 +42,7 @@ class Topology:
         """Returns the rack of a worker."""
         return 0 if self.uplink is None else worker // self.hosts_per_rack
 
-    def link(self, workers: int) -> Link:
+    def link(self, workers: int) -> LinkSpeed:
         """Returns what each of the first `workers` workers has of the network while all send to all others.
 
         Every host of a rack sends to every host of the others, over the uplink: the busiest link sets the pace.
@@ -59,7 +59,7 @@ class Topology:
             (workers - 1) / self.port.bytes_per_second,
             messages / self.uplink.bytes_per_second,
         )
-        return Link((workers - 1) / per_message, self.uplink.latency_seconds)
+        return LinkSpeed((workers - 1) / per_message, self.uplink.latency_seconds)
 
 
 def parse_topology(text: str) -> Topology:
@@ -91,7 +91,7 @@ def parse_topology(text: str) -> Topology:
     return Topology(text, port, parse_link(match[5]), int(match[2]), int(match[3]) if match[3] else None)
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> LinkSpeed:
     """Parses `RATE[,LATENCY]`, the nominal rate of an Ethernet link, and returns what TCP gets of it.
 
     >>> parsed = parse_link("1gbit,0.1ms")
@@ -103,7 +103,7 @@ def parse_link(text: str) -> Link:
         raise argparse.ArgumentTypeError(
             f"Invalid link. Received: {text!r}. Expected: RATE or RATE,LATENCY, for example 1gbit,0.1ms."
         )
-    return Link.ethernet(bits_per_second(rate), duration_seconds(latencies[0]) if any(latencies) else 0.0)
+    return LinkSpeed.ethernet(bits_per_second(rate), duration_seconds(latencies[0]) if any(latencies) else 0.0)
 
 
 def bits_per_second(text: str) -> float:

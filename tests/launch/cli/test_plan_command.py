@@ -11,9 +11,10 @@ from tfdist.launch.cli import plan_command, plan_network
 from tfdist.launch.cli.main import add_command, main
 from tfdist.launch.cli.plan_command import memory_bytes
 from tfdist.launch.cli.plan_execution import METHODS
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE
 from tfdist.planning.plans import PlanFile
+from tfdist.planning.topology import parse_link
 from tfdist.probe.run_probe import ProbeError
 from tfdist.utils.argument_checks import UsageError
 
@@ -110,7 +111,7 @@ def test_workers_on_this_machine_share_its_memory(script, capsys):
 def test_in_a_cluster_links_are_measured(script, monkeypatch, capsys):
     config = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: Link(5e6, 0.002))
+    monkeypatch.setattr(plan_network, "measured_link", lambda *_: LinkSpeed(5e6, 0.002))
     assert plan(script) == 0
     assert "3 workers, each with 40.0 Mbit/s and 2.00 ms" in capsys.readouterr().out
     monkeypatch.setattr(plan_network, "measured_link", lambda *_: None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfdist.launch.cli.plan_command import check_simulation_options, probed_workers, simulated
 from tfdist.launch.cli.plan_network import LOOPBACK, conditions_of, network_of
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
@@ -103,7 +103,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
 
 
 def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
-    def plans_of(program: Measurements, link: Link, workers: int) -> list[Plan]:
+    def plans_of(program: Measurements, link: LinkSpeed, workers: int) -> list[Plan]:
         return find_plans(program, conditions_of(options, program, link, workers, shares_memory=False), workers).plans
 
     simulation = simulated(options, measured, plans_of)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from tfdist import cluster
 from tfdist.cluster import ClusterConfig
 from tfdist.planning.cost_terms import Conditions
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import Measurements
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import usable_cores
 
-LOOPBACK = Link(bytes_per_second=1e12)
+LOOPBACK = LinkSpeed(bytes_per_second=1e12)
 """No limit: what transfers between two processes of one machine cost is in their measured seconds."""
 
 _TIMEOUT_OF_PEERS = 60.0
@@ -23,7 +23,7 @@ class PlannedNetwork:
     """Where the workers are."""
 
     workers: tuple[int, ...]  # their numbers
-    link: Link | None  # the connection of each; None: they are on this machine, and share its cores and its memory
+    link: LinkSpeed | None  # the connection of each; None: they are on this machine, and share its cores and its memory
     cores: int  # cores of each
     cluster: str = ""  # what describes the cluster whose tasks they are: "Slurm", for example; empty: none
 
@@ -65,7 +65,7 @@ def network_of(
 
 
 def conditions_of(
-    options: argparse.Namespace, measured: Measurements, link: Link, workers: int, *, shares_memory: bool
+    options: argparse.Namespace, measured: Measurements, link: LinkSpeed, workers: int, *, shares_memory: bool
 ) -> Conditions:
     """Returns the conditions of a search.
 
@@ -91,7 +91,7 @@ def conditions_of(
 
 def measured_link(
     config: ClusterConfig, environ: Mapping[str, str], cores: int, timeout_seconds: float, say: Callable[[str], None]
-) -> Link | None:
+) -> LinkSpeed | None:
     """Measures all links with the other tasks; returns the slowest, or None where another task plans.
 
     Exchanges wait for the slowest link, so its bandwidth is the smallest of both directions of all links, and its
@@ -122,4 +122,4 @@ def measured_link(
             "Expected: tfdist plan runs as every task of the cluster at the same time. Start it as each of them "
             "(tfdist doctor finds what is wrong), or give --link without a cluster."
         )
-    return Link(min(rates), max(measured.round_trip_seconds for measured in result.links) / 2)
+    return LinkSpeed(min(rates), max(measured.round_trip_seconds for measured in result.links) / 2)
