@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tfdist.doctor.link_measurement import LinkMeasurement
+from tfdist.doctor.link_measurement import LinkMeasurement, slowest_link
 from tfdist.planning.group_exchanges import wire_bytes
 from tfdist.planning.link_costs import LinkSpeed, collective_seconds
 from tfdist.planning.measurements import EXCHANGE, GATHER, SUM, Collective
@@ -26,8 +26,8 @@ _FAST, _GIGABIT, _SLOW = 1500 * _MBIT, 300 * _MBIT, 30 * _MBIT  # bytes per seco
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Estimate of one gradient exchange."""
+class ExchangeEstimate:
+    """One gradient exchange."""
 
     method: str  # a name for `compression=`, or `"uncompressed"`
     bytes_sent: int  # bytes that each worker sends
@@ -42,7 +42,7 @@ class Advice:
     workers: int
     bytes_per_second: float  # bandwidth of the slowest connection
     round_trip_seconds: float  # round trip of the slowest connection
-    exchanges: tuple[Exchange, ...]  # estimates of all methods, `"uncompressed"` first
+    exchanges: tuple[ExchangeEstimate, ...]  # estimates of all methods, `"uncompressed"` first
     suggestion: str | None  # a name for `compression=`; None: no compression
     reason: str  # why
 
@@ -65,15 +65,13 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
     >>> advise(10_000_000, 2, [fast]).suggestion is None
     True
     """
-    measured = [link for link in links if link.bytes_per_second and link.bytes_per_second_back]
-    rates = [rate for link in measured for rate in (link.bytes_per_second, link.bytes_per_second_back) if rate]
-    if not rates or workers < 2:
+    link = slowest_link(links)
+    if link is None or workers < 2:
         return None
-    rate, round_trip = min(rates), max(link.round_trip_seconds for link in measured)
-    link = LinkSpeed(rate, round_trip / 2)
     exchanges = tuple(_estimate(method, parameters, workers, link) for method in _PAYLOADS)
-    suggestion, reason = _suggest(parameters, workers, rate, exchanges[0].seconds)
-    return Advice(parameters, workers, rate, round_trip, exchanges, suggestion, reason)
+    suggestion, reason = _suggest(parameters, workers, link.bytes_per_second, exchanges[0].seconds)
+    round_trip_seconds = 2 * link.latency_seconds
+    return Advice(parameters, workers, link.bytes_per_second, round_trip_seconds, exchanges, suggestion, reason)
 
 
 def payload_bytes(method: str, parameters: int) -> int:
@@ -108,10 +106,10 @@ def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: f
     return "topk:0.01", reason
 
 
-def _estimate(method: str, parameters: int, workers: int, link: LinkSpeed) -> Exchange:
+def _estimate(method: str, parameters: int, workers: int, link: LinkSpeed) -> ExchangeEstimate:
     collectives = _collectives(method, payload_bytes(method, parameters), workers)
-    seconds = sum(collective_seconds(one.kind, one.nbytes, workers, link) for one in collectives)
-    return Exchange(method, math.ceil(wire_bytes(collectives, workers)), seconds)
+    seconds = sum(collective_seconds(collective.kind, collective.nbytes, workers, link) for collective in collectives)
+    return ExchangeEstimate(method, math.ceil(wire_bytes(collectives, workers)), seconds)
 
 
 def _collectives(method: str, payload: int, workers: int) -> list[Collective]:

@@ -4,10 +4,11 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfdist.doctor.peer_server import MAX_TRANSFER_BYTES, TRANSFER_SECONDS
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 
@@ -51,6 +52,16 @@ class LinkMeasurement:
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""
         return dataclasses.asdict(self)
+
+
+def slowest_link(links: Iterable[LinkMeasurement]) -> LinkSpeed | None:
+    """Returns what an exchange over all of these waits for; None if no bandwidth was measured.
+
+    That is the smallest bandwidth of both directions, and half of the longest round trip.
+    """
+    measured = [link for link in links if link.bytes_per_second and link.bytes_per_second_back]
+    rates = [rate for link in measured for rate in (link.bytes_per_second, link.bytes_per_second_back) if rate]
+    return LinkSpeed(min(rates), max(link.round_trip_seconds for link in measured) / 2) if rates else None
 
 
 def measure(
