@@ -67,8 +67,8 @@ def test_steps_of_an_update_take_effect_until_the_first_step():
 
 
 def test_long_lines_are_broken_outside_of_strings():
-    from tfdist.planning.plan_code import code_of, planned_object
-    from tfdist.planning.plans import PlannedStrategy
+    from tfdist.planning.plan_table import code_of
+    from tfdist.planning.plans import PlannedStrategy, planned_object
 
     cuts = [f"block {index} of the model" for index in range(20)]
     pipeline = planned_object("Pipeline", stages=21, micro_batches=4, cuts=cuts)

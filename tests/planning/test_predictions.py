@@ -3,15 +3,18 @@ import dataclasses
 import pytest
 from planned_programs import program
 
-from tfdist.planning.cost_terms import Conditions
+from tfdist.planning.cost_terms import Conditions, on_shared_cores, step_of
 from tfdist.planning.group_exchanges import exchange_of, ready_parts, wire_bytes
 from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE, SUM, Collective, Measurements
-from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
-from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
+from tfdist.planning.predict_data_parallel import (
+    DataParallel,
+    LocalTraining,
+    predict_data_parallel,
+    predict_local_updates,
+)
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel
 from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
-from tfdist.planning.step_costs import on_shared_cores, step_of
 
 GIGABIT, FAST = LinkSpeed.ethernet(1e9, 1e-4), LinkSpeed(1e12)
 FITS = 10**12

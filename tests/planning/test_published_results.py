@@ -7,8 +7,7 @@ from planned_programs import results
 
 from tfdist.planning.group_exchanges import BucketCost, exchanged_seconds
 from tfdist.planning.link_costs import LinkSpeed, sent_bytes
-from tfdist.planning.predict_data_parallel import rows_of_workers
-from tfdist.planning.predict_local_updates import exchanges_of_epoch
+from tfdist.planning.predict_data_parallel import exchanges_of_epoch, rows_of_workers
 from tfdist.planning.predict_model_parallel import bubble, pipeline_seconds
 from tfdist.planning.predict_parameter_servers import server_seconds
 

@@ -4,15 +4,17 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.planning.cost_terms import Conditions, Prediction
+from tfdist.planning.cost_terms import Conditions, Prediction, is_measured
 from tfdist.planning.measurements import DENSE, Measurements
-from tfdist.planning.plan_code import planned_object
-from tfdist.planning.plans import PlannedStrategy
-from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
-from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
+from tfdist.planning.plans import PlannedStrategy, planned_object
+from tfdist.planning.predict_data_parallel import (
+    DataParallel,
+    LocalTraining,
+    predict_data_parallel,
+    predict_local_updates,
+)
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel, stage_layers
 from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
-from tfdist.planning.step_costs import is_measured
 
 _MICRO_BATCHES = (2, 4, 8)
 _PIPELINE_MICRO_BATCHES = (4, 8, 16, 32)

@@ -26,6 +26,15 @@ class PlannedStrategy:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def planned_object(name: str, **arguments: Any) -> dict[str, Any]:
+    """Returns an argument that is an object of `tfdist.strategies`; see `PlannedStrategy.arguments`.
+
+    >>> planned_object("LocalSGD", sync_every=20)
+    {'class': 'LocalSGD', 'arguments': {'sync_every': 20}}
+    """
+    return {"class": name, "arguments": arguments}
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A way to train a program on a number of workers.

@@ -9,11 +9,18 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from tfdist.planning.cost_terms import Conditions, Prediction, copy_bytes, expected_slowest
+from tfdist.planning.cost_terms import (
+    Conditions,
+    Prediction,
+    activation_bytes,
+    addition_seconds,
+    copy_bytes,
+    expected_slowest,
+    step_of,
+)
 from tfdist.planning.group_exchanges import exchange_of, wire_bytes
 from tfdist.planning.link_costs import TransferCosts, collective_seconds, sent_bytes
 from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, Measurements
-from tfdist.planning.step_costs import activation_bytes, addition_seconds, step_of
 from tfdist.utils.balanced_starts import balanced_starts
 
 _RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/layer_costs.py`

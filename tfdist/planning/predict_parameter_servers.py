@@ -6,12 +6,11 @@ step.
 
 import dataclasses
 
-from tfdist.planning.cost_terms import Conditions, Prediction, expected_slowest, replica_bytes
+from tfdist.planning.cost_terms import Conditions, Prediction, expected_slowest, replica_bytes, scaled, step_of
 from tfdist.planning.group_exchanges import exchange_of
 from tfdist.planning.link_costs import TransferCosts
 from tfdist.planning.measurements import DENSE, GATHER, Measurements
 from tfdist.planning.predict_data_parallel import rows_of_workers
-from tfdist.planning.step_costs import scaled, step_of
 
 # The messages of a round: the chief calls, the worker pulls, pushes and returns, the chief calls the servers, and they
 # answer.

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.planning.candidates import Candidate, candidates
-from tfdist.planning.cost_terms import Conditions
+from tfdist.planning.cost_terms import Conditions, is_measured
 from tfdist.planning.group_exchanges import exchange_of
 from tfdist.planning.measurements import DENSE, Measurements
-from tfdist.planning.plan_code import code_of
+from tfdist.planning.plan_table import code_of
 from tfdist.planning.plans import Plan
 from tfdist.planning.predict_model_parallel import bubble
-from tfdist.planning.step_costs import is_measured
 from tfdist.utils.formatting import format_bytes, format_seconds
 
 TIE = 0.05

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from tfdist.launch.cli.plan_command import check_simulation_options, probed_workers, simulated
 from tfdist.launch.cli.plan_network import LOOPBACK, conditions_of, network_of
+from tfdist.planning.cost_terms import on_shared_cores
 from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
 from tfdist.planning.simulation_report import simulation_text
-from tfdist.planning.step_costs import on_shared_cores
 from tfdist.probe.run_probe import ProbeError
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
