@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from tfdist.doctor.check_context import CheckContext, host_of, port_of
 from tfdist.doctor.checkpoint_checks import check_checkpoints
 from tfdist.doctor.chief_task import ChiefTask
-from tfdist.doctor.library_checks import check_hash_seed, check_libraries, check_python, compare_versions
+from tfdist.doctor.library_checks import (
+    check_hash_seed,
+    check_libraries,
+    check_python,
+    check_tensorflow_start,
+    compare_versions,
+)
 from tfdist.doctor.link_checks import reachability_findings
 from tfdist.doctor.member_task import MemberTask, ReportSummary
 from tfdist.doctor.network_checks import (
@@ -21,7 +27,6 @@ from tfdist.doctor.network_checks import (
 )
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding, Report
 from tfdist.doctor.resource_checks import check_cores, check_memory, check_open_files, check_shared_memory
-from tfdist.doctor.tensorflow_checks import check_tensorflow_start
 
 Check = Callable[[CheckContext], list[Finding]]
 MACHINE_CHECKS: tuple[Check, ...] = (
