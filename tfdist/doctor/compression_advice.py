@@ -7,13 +7,12 @@ those of `docs/compression.md`, "Which one".
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from tfdist.doctor.link_measurement import LinkMeasurement, slowest_link
 from tfdist.planning.group_exchanges import wire_bytes
 from tfdist.planning.link_costs import LinkSpeed, collective_seconds
 from tfdist.planning.measurements import EXCHANGE, GATHER, SUM, Collective
-from tfdist.utils.formatting import format_count, format_rate, format_seconds
+from tfdist.utils.formatting import format_rate, format_seconds
 
 MATRIX_SIDE = 1024
 """PowerSGD's payload depends on the shapes: the estimate is for square matrices of this side."""
@@ -45,17 +44,6 @@ class Advice:
     exchanges: tuple[ExchangeEstimate, ...]  # estimates of all methods, `"uncompressed"` first
     suggestion: str | None  # a name for `compression=`; None: no compression
     reason: str  # why
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return dataclasses.asdict(self)
-
-    def headline(self) -> str:
-        """Returns a line that says what the estimates are for."""
-        return (
-            f"one exchange of {format_count(self.parameters)} parameters between {self.workers} workers at "
-            f"{format_rate(self.bytes_per_second)}, {format_seconds(self.round_trip_seconds)} per round trip"
-        )
 
 
 def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> Advice | None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tfdist.doctor.peer_server import MAX_TRANSFER_BYTES, TRANSFER_SECONDS
 from tfdist.planning.link_costs import LinkSpeed
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 
+MAX_TRANSFER_BYTES = 2**28
+TRANSFER_SECONDS = 15.0
 _ECHOES = 50
 _ECHO_SECONDS = 5.0  # for all echoes, on a slow connection
 _FIRST_TRANSFER_BYTES = 2**16
@@ -48,10 +49,6 @@ class LinkMeasurement:
             if not (number is None and name.startswith("bytes")) and not _is_finite(number):
                 raise ValueError("not a measurement")
         return cls(message["first"], message["second"], **numbers)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return dataclasses.asdict(self)
 
 
 def slowest_link(links: Iterable[LinkMeasurement]) -> LinkSpeed | None:
