@@ -47,7 +47,8 @@ class FirstBatches:
         leaves = tf.nest.flatten(batch)
         specs = self.spec if len(self.spec) == len(leaves) else [None] * len(leaves)
         mapped = [_relaxed(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        return tf.nest.pack_sequence_as(batch, mapped) if len(batch) > 1 else tf.nest.pack_sequence_as(batch, mapped)[0]
+        structure = tf.nest.pack_sequence_as(batch, mapped)
+        return structure if len(batch) > 1 else structure[0]
 
 
 class _EnoughError(Exception):

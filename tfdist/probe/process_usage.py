@@ -15,6 +15,7 @@ from pathlib import Path
 
 _IDLE_FIELDS = (4, 5)  # idle and waiting for a disk, of a line of proc_stat(5)
 _RESET_PEAK = "5"  # of proc_pid_clear_refs(5)
+_MIN_CALLS, _MAX_CALLS, _MIN_SECONDS = 4, 15, 0.3
 
 
 def work_seconds() -> float:
@@ -42,12 +43,12 @@ class StepClock:
         return [after - before + idle for before, after in zip(self._ends, self._ends[1:], strict=False)]
 
 
-def timed(call: Callable[[], object], *, least: int = 4, most: int = 15, seconds: float = 0.3) -> float:
+def timed(call: Callable[[], object]) -> float:
     """Returns the median time of `call`, after two calls that are left out."""
     for _ in range(2):
         call()
     spent: list[float] = []
-    while len(spent) < least or (len(spent) < most and sum(spent) < seconds):
+    while len(spent) < _MIN_CALLS or (len(spent) < _MAX_CALLS and sum(spent) < _MIN_SECONDS):
         start = work_seconds()
         call()
         spent.append(work_seconds() - start)
