@@ -4,6 +4,8 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.utils.optional_modules import import_library
+
 
 class BlockSource(abc.ABC):
     """Ordered blocks of rows: row groups of Parquet files, partitions of Dask, blocks of Ray.
@@ -48,3 +50,12 @@ def checked_rows(source: BlockSource, block: int, table: Any) -> Any:
             "create the data of the training again."
         )
     return table
+
+
+def import_arrow(module: str = "pyarrow") -> Any:
+    """Returns a module of Apache Arrow, such as `pyarrow.parquet`.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    return import_library(module, "reads data in columns", "spark` or `dask` or `ray")

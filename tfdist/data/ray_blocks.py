@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.data.arrow_import import import_arrow, import_library
-from tfdist.data.block_source import BlockSource
+from tfdist.data.block_source import BlockSource, import_arrow
 from tfdist.data.parquet_files import data_in_store
 from tfdist.data.partitioned_data import PartitionedData
+from tfdist.utils.optional_modules import import_library
 
 _READ_SECONDS = 300.0
 

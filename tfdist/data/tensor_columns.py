@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.arrow_import import import_arrow
+from tfdist.data.block_source import import_arrow
 
 
 @dataclass(frozen=True)

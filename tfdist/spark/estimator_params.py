@@ -17,11 +17,6 @@ def names(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
 
 
-def path(value: Any) -> str:
-    """Returns the text of a path."""
-    return os.fspath(value)
-
-
 def output_types(value: Any) -> list[str]:
     """Returns a list of types of columns.
 
@@ -86,5 +81,5 @@ class TrainingParams(ColumnParams):
     max_restarts = _param("max_restarts", "how often to restart all workers", TypeConverters.toInt)
     start_timeout_seconds = _param("start_timeout_seconds", "how long to wait for slots", TypeConverters.toFloat)
     checkpoint_every_steps = _param("checkpoint_every_steps", "steps between checkpoints", TypeConverters.toInt)
-    store = _param("store", "directory that the driver and all executors see", path)
+    store = _param("store", "directory that the driver and all executors see", os.fspath)
     run_id = _param("run_id", "name of the run in the store, to resume it", TypeConverters.toString)

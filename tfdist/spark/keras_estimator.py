@@ -17,9 +17,8 @@ from tfdist.data import PartitionedData, from_parquet, from_spark
 from tfdist.launch import WorkerError, on_spark
 from tfdist.spark.estimator_params import TrainingParams
 from tfdist.spark.keras_model import KerasModel
-from tfdist.spark.object_files import load_params, save_params
-from tfdist.spark.portable_objects import ModelFile, portable, stable_text
-from tfdist.spark.spark_columns import check_columns, fingerprint, split
+from tfdist.spark.model_columns import check_columns, fingerprint, split
+from tfdist.spark.portable_objects import ModelFile, load_params, portable, save_params, stable_text
 from tfdist.spark.training_worker import MODEL_FILE, TrainingResult, TrainingTask, train_worker
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import check_whole_number
@@ -302,14 +301,9 @@ class RunDirectory:
                 f"Invalid `run_id`. Received: run_id={run_id!r}. Expected: a name that a directory can have, without "
                 "slashes. Choose another one."
             )
-        self._run_id, self._stays = run_id, run_id is not None
+        self._run_id, self.has_name = run_id, run_id is not None
         # The prefix keeps other directories of the store from being taken for an incomplete run, and removed.
         self.path = store / f"tfdist-run-{run_id or secrets.token_hex(8)}"
-
-    @property
-    def has_name(self) -> bool:
-        """Whether the run stays in the store."""
-        return self._stays
 
     def data(self, train: Any, validation: Any, fingerprint: Callable[[], str]) -> tuple[PartitionedData, Any]:
         """Writes the rows, or finds those of the same run, and returns the data to train on and to validate with.
@@ -320,7 +314,7 @@ class RunDirectory:
             ValueError: If the store has another run of this name.
         """
         parts = {"train": train} | ({} if validation is None else {"validation": validation})
-        description = {"fingerprint": fingerprint() if self._stays else "", "parts": sorted(parts)}
+        description = {"fingerprint": fingerprint() if self.has_name else "", "parts": sorted(parts)}
         file = self.path / _DESCRIPTION
         if file.exists():
             if json.loads(file.read_bytes()) != description:
@@ -345,5 +339,5 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Removes the directory, unless the run has a name."""
-        if not self._stays:
+        if not self.has_name:
             shutil.rmtree(self.path, ignore_errors=True)

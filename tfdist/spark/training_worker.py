@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.data import PartitionedData
-from tfdist.spark.model_tensors import InputSpec, combined, input_specs, ordered_outputs
+from tfdist.spark.model_columns import InputSpec, combined, input_specs, ordered_outputs
 from tfdist.spark.portable_objects import ModelFile, loaded_model, model_content, restored
 from tfdist.utils import atomic_files
 
@@ -61,7 +61,7 @@ def train_worker(task: TrainingTask) -> TrainingResult | None:
     with strategy.scope():
         model = _compiled_model(task)
         callbacks = [*(task.callbacks() if callable(task.callbacks) else task.callbacks)]
-    specs = list(input_specs(model, task.feature_cols).values())
+    specs = input_specs(model, task.feature_cols)
     outputs = _number_of_outputs(model, task.label_cols)
     recovery = FailureRecovery(
         Path(task.directory) / "checkpoints",

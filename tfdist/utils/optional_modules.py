@@ -14,3 +14,17 @@ def import_optional(module: str, message: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(message) from error
+
+
+def import_library(module: str, purpose: str, extra: str) -> Any:
+    """Returns an optional module.
+
+    Raises:
+        ImportError: If it is not installed. The message says how to install it.
+    """
+    library = module.partition(".")[0]
+    return import_optional(
+        module,
+        f"{library}, which {purpose}, is not installed. Received: no module {module}. Expected: the extra `{extra}`, "
+        f"or the library alone. Run: pip install {library}",
+    )
