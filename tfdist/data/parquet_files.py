@@ -1,4 +1,4 @@
-"""Parquet files on a path that all workers share, whose row groups are the blocks. Spark or another engine writes them."""
+"""Parquet files on a path that all workers share: their row groups are the blocks. Spark or others may write them."""
 
 import concurrent.futures
 import os
