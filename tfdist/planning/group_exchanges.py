@@ -43,9 +43,6 @@ def exchange_of(program: ProgramMeasurement, method: str, members: int) -> Excha
 
     Payloads that are summed or exchanged in slices do not depend on the size of the group; the second phase gathers a
     slice of `1 / N`; so the time to encode and decode stays, too. Where all members gather all payloads, it is linear.
-
-    Raises:
-        KeyError: The method was not measured.
     """
     by_members = {exchange.members: exchange for exchange in program.exchanges if exchange.method == method}
     if not by_members:

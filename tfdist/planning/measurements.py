@@ -134,11 +134,7 @@ class Measurements:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Measurements":
-        """Reads what `to_json` has returned.
-
-        Raises:
-            KeyError, TypeError: The document is another one.
-        """
+        """Reads what `to_json` has returned; raises a KeyError or TypeError for anything else."""
         program, machine = dict(document["program"]), dict(document["machine"])
         program["steps"] = tuple(StepMeasurement(**record) for record in program["steps"])
         program["exchanges"] = tuple(

@@ -13,16 +13,12 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStrategy:
-    """The class of a strategy and its arguments.
+    """The class of a strategy and its arguments."""
 
-    Attributes:
-        name: A class of `tfdist.strategies`: "MultiWorkerMirroredStrategy", "ParameterServerStrategy",
-            "ModelParallelStrategy" or "MirroredStrategy".
-        arguments: By name: numbers, strings, or for objects `{"class": "DiLoCo", "arguments": {...}}`, whose class is
-            one of `tfdist.strategies`.
-    """
-
+    # "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy" or "MirroredStrategy"
     name: str
+    # by name: numbers, strings, or for objects `{"class": "DiLoCo", "arguments": {...}}`, whose class is one of
+    # `tfdist.strategies`
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -37,60 +33,35 @@ def planned_object(name: str, **arguments: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A way to train a program on a number of workers.
+    """A way to train a program on a number of workers."""
 
-    Attributes:
-        strategy: What `tfdist.strategies.planned()` creates.
-        compression: The value of `compression=`; None: none.
-        jit_compile: The value for `Model.compile`.
-        exact: Whether the numbers are those of one process up to rounding.
-        workers: The number of workers.
-        parameter_servers: The number of parameter servers.
-        has_chief: Whether a chief drives the workers (`tfdist run --chief`).
-        step_seconds: Predicted mean time of a step of the global batch.
-        samples_per_second: Samples of the global batch divided by `step_seconds`.
-        memory_bytes: Predicted largest resident memory of a worker.
-        wire_bytes: What a worker sends in a step.
-        accuracy: The price in exactness in words: "exact", or how far a gradient is off.
-        reason: Why the plan stands where it stands.
-        code: The line of the script, and of `compile` if XLA is used, that gives it.
-        gradient_accumulation_steps: The number of batches of an update.
-    """
-
-    strategy: PlannedStrategy
-    compression: str | None
-    jit_compile: bool
-    exact: bool
+    strategy: PlannedStrategy  # what `tfdist.strategies.planned()` creates
+    compression: str | None  # the value of `compression=`; None: none
+    jit_compile: bool  # the value for `Model.compile`
+    exact: bool  # whether the numbers are those of one process up to rounding
     workers: int
-    parameter_servers: int
-    has_chief: bool
-    step_seconds: float
-    samples_per_second: float
-    memory_bytes: int
-    wire_bytes: int
-    accuracy: str
-    reason: str
-    code: str
-    gradient_accumulation_steps: int = 1
+    parameter_servers: int  # the number of parameter servers
+    has_chief: bool  # whether a chief drives the workers (`tfdist run --chief`)
+    step_seconds: float  # predicted mean time of a step of the global batch
+    samples_per_second: float  # samples of the global batch divided by `step_seconds`
+    memory_bytes: int  # predicted largest resident memory of a worker
+    wire_bytes: int  # what a worker sends in a step
+    accuracy: str  # the price in exactness in words: "exact", or how far a gradient is off
+    reason: str  # why the plan stands where it stands
+    code: str  # the line of the script, and of `compile` if XLA is used, that gives it
+    gradient_accumulation_steps: int = 1  # the number of batches of an update
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """What `tfdist plan --json` writes: `plans`, best first for each number of workers, and what they follow from.
+    """What `tfdist plan --json` writes: `plans`, best first for each number of workers, and what they follow from."""
 
-    Attributes:
-        plans: All that fit into memory.
-        too_large: Plans that do not fit, `(plan, missing bytes)`.
-        measurements: The JSON object of `Measurements`.
-        link: `{"bytes_per_second": ..., "latency_seconds": ...}`.
-        simulation: The JSON object of a `Simulation`, or None. It has its plans, so that nobody starts them by mistake;
-            `plans` is empty then, and `link` is that of a host.
-    """
-
-    plans: Sequence[Plan]
-    too_large: Sequence[tuple[Plan, int]]
-    measurements: Mapping[str, Any]
-    link: Mapping[str, float]
+    plans: Sequence[Plan]  # all that fit into memory
+    too_large: Sequence[tuple[Plan, int]]  # plans that do not fit, with the missing bytes
+    measurements: Mapping[str, Any]  # the JSON object of `Measurements`
+    link: Mapping[str, float]  # `{"bytes_per_second": ..., "latency_seconds": ...}`
+    # the JSON object of a `Simulation`, or None. It has its plans, so that nobody starts them by mistake; `plans` is
+    # empty then, and `link` is that of a host.
     simulation: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -99,11 +70,7 @@ class PlanFile:
 
     @classmethod
     def read(cls, path: Path) -> "PlanFile":
-        """Reads a file.
-
-        Raises:
-            ValueError: It is not one of `tfdist plan --json`.
-        """
+        """Reads a file of `tfdist plan --json`; raises a ValueError for any other."""
         try:
             document = json.loads(path.read_text())
             if document.pop("format") != FORMAT:
@@ -154,12 +121,8 @@ class Processes:
 def best_plan(file: PlanFile, *, workers: int | None = None, with_servers: bool = True) -> Plan | None:
     """Returns the plan that a new run uses; None if there is none.
 
-    Plans with a `layout_map` are left out: it is made for a built model, which a new run does not have.
-
-    Args:
-        file: Its plans are in their order for each number of workers.
-        workers: The number of workers. None: the one whose best plan trains the most samples in a second.
-        with_servers: Whether the run may have parameter servers.
+    Plans with a `layout_map` are left out: it is made for a built model, which a new run does not have. Without
+    `workers` it is that of the number whose best plan trains the most samples in a second.
     """
     firsts: dict[int, Plan] = {}
     for plan in _usable(file):

@@ -70,12 +70,6 @@ def parse_topology(text: str) -> Topology:
 
     >>> parse_topology("rack:8,10gbit,0.05ms/1gbit,0.5ms").uplink.latency_seconds
     0.0005
-    >>> parse_topology("rack:8x8,10gbit")
-    Traceback (most recent call last):
-        ...
-    argparse.ArgumentTypeError: Invalid topology. Received: 'rack:8x8,10gbit'. Expected: flat,RATE[,LATENCY] or
-    rack:HOSTS[xRACKS],RATE[,LATENCY]/RATE[,LATENCY], for example rack:8x8,10gbit/1gbit: racks of 8 hosts, 8 of them,
-    10 Gbit/s from a host to its rack, and 1 Gbit/s from a rack to the others, which its hosts share.
     """
     links = text.lower().replace("bit/s", "bit")
     match = re.fullmatch(r"(?:(flat)|rack:([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?),([^/]+)(?:/([^/]+))?", links)
@@ -111,11 +105,6 @@ def bits_per_second(text: str) -> float:
 
     >>> bits_per_second("1gbit"), bits_per_second("300Mbit/s")
     (1000000000.0, 300000000.0)
-    >>> bits_per_second("0gbit")
-    Traceback (most recent call last):
-        ...
-    argparse.ArgumentTypeError: Invalid rate of a link. Received: '0gbit'. Expected: a number above 0 and a unit of
-    kbit, mbit, gbit, for example 1gbit.
     """
     rate = _quantity(text.lower().removesuffix("/s"), _BITS)
     if not 0 < rate < math.inf:
@@ -131,11 +120,6 @@ def duration_seconds(text: str) -> float:
 
     >>> duration_seconds("0.5ms"), duration_seconds("30d")
     (0.0005, 2592000.0)
-    >>> duration_seconds("30")
-    Traceback (most recent call last):
-        ...
-    argparse.ArgumentTypeError: Invalid duration. Received: '30'. Expected: a number of at least 0 and a unit of
-    us, ms, s, min, h, d, for example 0.5ms or 30d.
     """
     seconds = _quantity(text.lower(), _SECONDS)
     if not 0 <= seconds < math.inf:
