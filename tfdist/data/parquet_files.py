@@ -182,9 +182,6 @@ def data_in_store(
     """Lets an engine write Parquet files to a new directory, and returns their data.
 
     `write` takes the path of a new directory, writes files there, and returns the number of rows, if known.
-
-    Raises:
-        RuntimeError: The driver does not see what the engine has written.
     """
     root = os.fspath(store)
     root = root if is_remote(root) or root.startswith("file:") else os.path.abspath(root)

@@ -77,14 +77,10 @@ def segments_of_streams(rows_of_blocks: Sequence[int], streams: int) -> list[tup
 
 
 def windows_of_epoch(segments: Sequence[Segment], stream: int, shuffled_rows: int, seed: int) -> list[Window]:
-    """Returns the windows of a stream in an epoch.
+    """Returns the windows of a stream, which has these segments, in the epoch of a seed of at least 0.
 
-    Args:
-        segments: The segments of the stream.
-        stream: Its number.
-        shuffled_rows: 0: rows come as they are, and each segment is a window. Else segments come in a random order, and
-            so many rows at least (fewer at the end) are a window whose rows come in a random order.
-        seed: The seed of the epoch, at least 0.
+    If `shuffled_rows` is 0, rows come as they are, and each segment is a window. Else segments come in a random order,
+    and so many rows at least (fewer at the end) are a window whose rows come in a random order.
 
     >>> windows = windows_of_epoch([Segment(0, 0, 2), Segment(1, 0, 3)], 0, shuffled_rows=9, seed=5)
     >>> [(window.start, window.rows, sorted(window.order.tolist())) for window in windows]

@@ -74,12 +74,9 @@ def run_checks(
     clock: Callable[[], float] = time.time,
     findings: Sequence[Finding] = (),
 ) -> Report | ReportSummary:
-    """Checks this machine and, together with its peers, the cluster.
+    """Checks this machine and, with its peers, the cluster; returns a summary if its first task has the report.
 
     The report includes the earlier `findings`. `clock` returns the time of this machine, in seconds since 1970.
-
-    Returns:
-        The report, or its summary if the first task of the cluster has the report.
     """
     known = [finding.on(context.task) for finding in findings]
     if context.config is None or context.task not in context.addresses:

@@ -35,11 +35,7 @@ class LinkMeasurement:
 
     @classmethod
     def from_json(cls, document: object) -> "LinkMeasurement":
-        """Reads what another task measured.
-
-        Raises:
-            ValueError: If the document is malformed.
-        """
+        """Reads what another task measured; raises a ValueError for anything else."""
         message = document if isinstance(document, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
         if not all(isinstance(message.get(name), str) for name in names[:2]):
@@ -64,12 +60,9 @@ def slowest_link(links: Iterable[LinkMeasurement]) -> LinkSpeed | None:
 def measure(
     first: str, second: str, connection: BlockingConnection, clock: Callable[[], float], *, with_bandwidth: bool
 ) -> LinkMeasurement:
-    """Measures the connection to a peer.
+    """Measures the connection to a peer; raises a ConnectionClosedError if that is gone or too slow.
 
     Measuring the bandwidth takes about a second, and most of the bandwidth.
-
-    Raises:
-        ConnectionClosedError: If the peer is gone or too slow.
     """
     round_trips: list[float] = []
     offset, shortest = 0.0, math.inf

@@ -108,11 +108,7 @@ class MemberTask:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def measure(self, task: str, *, with_bandwidth: bool) -> LinkMeasurement:
-        """Measures the connection to another task.
-
-        Raises:
-            ConnectionClosedError: If that task has not answered, or is gone.
-        """
+        """Measures the connection to a task; raises a ConnectionClosedError if that has not answered, or is gone."""
         peer = self.peers.all.get(task)
         if peer is None or peer.connection is None:
             raise ConnectionClosedError(f"{task} has not answered {self.task}")

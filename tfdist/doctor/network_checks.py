@@ -59,10 +59,7 @@ def check_own_address(context: CheckContext) -> list[Finding]:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Returns the addresses to which a name resolves, without duplicates, in the resolver's order.
-
-    Raises:
-        OSError: If the name does not resolve.
+    """Returns the addresses to which a name resolves, without duplicates, in the resolver's order; or an OSError.
 
     >>> addresses_of("127.0.0.1")
     ['127.0.0.1']
@@ -165,8 +162,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens where TensorFlow's server will: on all interfaces, or on loopback for such a host.
 
-    Raises:
-        OSError: If the port is not available.
+    If the port is not available, it raises an OSError.
     """
     if host in _LOOPBACK:
         return socket.create_server(("127.0.0.1", port))

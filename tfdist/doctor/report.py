@@ -44,11 +44,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, document: object) -> "Finding":
-        """Reads what another task sent; control characters are removed.
-
-        Raises:
-            ValueError: If the document is malformed.
-        """
+        """Reads what another task sent, without control characters; raises a ValueError for anything else."""
         if not isinstance(document, dict) or document.get("level") not in LEVELS:
             raise ValueError("not a finding")
         names = [field.name for field in dataclasses.fields(cls)]

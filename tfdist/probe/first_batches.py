@@ -69,9 +69,6 @@ def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, A
     """Draws batches by a `fit` that makes no step.
 
     Callbacks and validation data among the arguments of `fit` are not used.
-
-    Raises:
-        Exception: What Keras raises about the arguments or the data.
     """
     drawn: list[Any] = []
     seconds: list[float] = []

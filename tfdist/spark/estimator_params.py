@@ -18,11 +18,7 @@ def names(value: Any) -> list[str]:
 
 
 def output_types(value: Any) -> list[str]:
-    """Returns a list of types of columns.
-
-    Raises:
-        TypeError: If one does not exist.
-    """
+    """Returns a list of types of columns, all of which exist."""
     type_names = names(value)
     if not set(type_names) <= set(OUTPUT_TYPES):
         raise TypeError(f"Invalid `output_types`. Received: {type_names}. Expected: some of {list(OUTPUT_TYPES)}.")

@@ -1,5 +1,6 @@
 """KerasEstimator: an estimator of Spark ML that trains a Keras model on several workers, and the directory of a run."""
 
+import inspect
 import json
 import os
 import secrets
@@ -132,18 +133,8 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
             predict_batch_size: Rows of a batch of predictions.
         """
         super().__init__()
-        self._setDefault(
-            feature_cols=["features"],
-            label_cols=["label"],
-            batch_size=32,
-            epochs=1,
-            shuffle=True,
-            verbose=2,
-            workers=2,
-            max_restarts=0,
-            start_timeout_seconds=300.0,
-            predict_batch_size=256,
-        )
+        parameters = inspect.signature(KerasEstimator.__init__).parameters.values()
+        self._setDefault(**{each.name: each.default for each in parameters if each.default not in (None, each.empty)})
         self._set(**{name: value for name, value in self._input_kwargs.items() if value is not None})
 
     def setParams(self, **params: Any) -> "KerasEstimator":
@@ -273,11 +264,7 @@ _DESCRIPTION = "run.json"
 
 
 def store_path(store: str | None) -> Path:
-    """Returns the directory of a store, created if missing.
-
-    Raises:
-        ValueError: If there is none, or it is on no file system that all hosts mount.
-    """
+    """Returns the directory of a store, created if missing."""
     path = (store or "").removeprefix("file://")
     if not path or "://" in path:
         raise ValueError(
@@ -309,9 +296,6 @@ class RunDirectory:
         """Writes the rows, or finds those of the same run, and returns the data to train on and to validate with.
 
         `fingerprint` computes what a run with the same name must have in common with this one.
-
-        Raises:
-            ValueError: If the store has another run of this name.
         """
         parts = {"train": train} | ({} if validation is None else {"validation": validation})
         description = {"fingerprint": fingerprint() if self.has_name else "", "parts": sorted(parts)}

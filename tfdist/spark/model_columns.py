@@ -21,11 +21,7 @@ class InputSpec:
     shape: tuple[int, ...] | None  # the shape of a row, or None: that of the column
 
     def array(self, values: Sequence[Any]) -> np.ndarray:
-        """Returns the values of a batch.
-
-        Raises:
-            ValueError: If a value is null, or the rows of a column have different shapes.
-        """
+        """Returns the values of a batch, none of which is null; rows of a column must have one shape."""
         parts = [_dense(name, column) for name, column in zip(self.columns, values, strict=True)]
         array = parts[0]
         if len(parts) > 1:
@@ -40,9 +36,6 @@ def input_specs(model: Any, feature_cols: Sequence[str]) -> list[InputSpec]:
     """Returns the inputs of a model, by the names that its columns have in common with them, or by their order.
 
     A model without declared inputs has one input. There is one column for each input, or all are of one input.
-
-    Raises:
-        ValueError: If there are more inputs than one, and not as many columns.
     """
     # A subclassed model has none, and one that was not built raises an error.
     inputs = list(getattr(model, "inputs", None) or []) if getattr(model, "built", True) else []
@@ -127,11 +120,7 @@ def column(name: str) -> Any:
 
 
 def check_columns(df: Any, columns: Sequence[str], argument: str) -> None:
-    """Checks that columns exist.
-
-    Raises:
-        ValueError: If one does not; the message names it.
-    """
+    """Checks that columns exist."""
     if missing := [name for name in columns if name not in df.columns]:
         raise ValueError(
             f"The DataFrame does not have these columns: {missing}. Received: {argument}={list(columns)}. Expected: "
@@ -151,16 +140,7 @@ def split(df: Any, validation: Any, columns: Sequence[str], seed: int) -> tuple[
     """Returns the rows to train on, and those to validate with or None; both have only the given columns.
 
     A fraction is chosen by a hash of the values, so computing the DataFrame again splits it in the same way, and equal
-    rows are on the same side.
-
-    Args:
-        df: A DataFrame.
-        validation: A fraction from 0 to less than 1; a column that is true, or not 0, in rows of the validation; None.
-        columns: The columns to keep.
-        seed: The seed of the hash.
-
-    Raises:
-        ValueError: If `validation` is something else, or there is no such column.
+    rows are on the same side. `validation` may also be None, or a column that is true, or not 0, in such rows.
     """
     from pyspark.sql import functions
 

@@ -101,11 +101,7 @@ def model_content(model: Any) -> bytes:
 
 
 def loaded_model(content: bytes, custom_objects: Mapping[str, Any], *, compile: bool) -> Any:
-    """Returns the model that a file contains.
-
-    Raises:
-        ValueError: It has parts that Keras does not know; the message names `custom_objects`.
-    """
+    """Returns the model that a file contains."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     import keras
 
