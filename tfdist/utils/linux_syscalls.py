@@ -16,13 +16,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
-    """Moves this process into new namespaces.
-
-    Raises:
-        OSError: If the system does not permit it.
-    """
+    """Moves this process into new namespaces; raises an OSError if the system does not permit it."""
     if _libc.unshare(flags) != 0:
-        raise _error("unshare")
+        number = ctypes.get_errno()
+        raise OSError(number, f"unshare: {os.strerror(number)}")
 
 
 def fork() -> int:
@@ -41,9 +38,7 @@ def become_subreaper() -> None:
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
     """Has the kernel send a signal to this process when the *thread* that forked it ends.
 
-    Args:
-        parent_pid: The process that forked this one. If it is gone already, the signal comes at once.
-        number: The signal.
+    `parent_pid` is the process of that thread. If it is gone already, the signal comes at once.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     # If the parent died before the call, the signal never comes.
@@ -57,8 +52,3 @@ def pidfd_open(pid: int) -> int | None:
     """Returns a file descriptor that becomes readable when the process ends, or None before Linux 5.3."""
     fd = int(_libc.syscall(_SYS_PIDFD_OPEN, pid, 0))
     return fd if fd >= 0 else None
-
-
-def _error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")

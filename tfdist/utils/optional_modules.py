@@ -5,11 +5,7 @@ from typing import Any
 
 
 def import_optional(module: str, message: str) -> Any:
-    """Returns a module.
-
-    Raises:
-        ImportError: If it is not installed; with `message`, which says how to install it.
-    """
+    """Returns a module; the message of an ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -17,11 +13,7 @@ def import_optional(module: str, message: str) -> Any:
 
 
 def import_library(module: str, purpose: str, extra: str) -> Any:
-    """Returns an optional module.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
+    """Returns a module of a library that has a purpose, and belongs to an extra of this package."""
     library = module.partition(".")[0]
     return import_optional(
         module,
