@@ -10,11 +10,12 @@ from tfdist.planning.measurements import DENSE, SUM, Collective, Measurements
 from tfdist.planning.predict_data_parallel import (
     DataParallel,
     LocalTraining,
+    ParameterServers,
     predict_data_parallel,
     predict_local_updates,
+    predict_parameter_servers,
 )
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel
-from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
 
 GIGABIT, FAST = LinkSpeed.ethernet(1e9, 1e-4), LinkSpeed(1e12)
 FITS = 10**12

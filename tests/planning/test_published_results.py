@@ -7,9 +7,8 @@ from planned_programs import results
 
 from tfdist.planning.group_exchanges import BucketCost, exchanged_seconds
 from tfdist.planning.link_costs import LinkSpeed, sent_bytes
-from tfdist.planning.predict_data_parallel import exchanges_of_epoch, rows_of_workers
+from tfdist.planning.predict_data_parallel import exchanges_of_epoch, rows_of_workers, server_seconds
 from tfdist.planning.predict_model_parallel import bubble, pipeline_seconds
-from tfdist.planning.predict_parameter_servers import server_seconds
 
 SHAPED = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 METHODS = "dense bf16 fp16 fp8 int8 int4 sign topk:0.01 randomk:0.01 powersgd:4 powersgd:1".split()

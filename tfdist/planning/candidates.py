@@ -10,11 +10,12 @@ from tfdist.planning.plans import PlannedStrategy, planned_object
 from tfdist.planning.predict_data_parallel import (
     DataParallel,
     LocalTraining,
+    ParameterServers,
     predict_data_parallel,
     predict_local_updates,
+    predict_parameter_servers,
 )
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel, stage_layers
-from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
 
 _MICRO_BATCHES = (2, 4, 8)
 _PIPELINE_MICRO_BATCHES = (4, 8, 16, 32)
