@@ -66,15 +66,13 @@ def predict_data_parallel(
     """
     program = measured.program
     parts = conditions.devices * options.micro_batches
-    steps = [
-        (rows / parts, scaled(step_of(program, rows / parts, compiled=options.compiled), slowness))
-        for rows, slowness in rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=options.is_balanced)
-    ]
-    step = max((step for _, step in steps), key=lambda step: step.seconds)
+    shares = rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=options.is_balanced)
+    steps = [scaled(step_of(program, rows / parts, compiled=options.compiled), slowness) for rows, slowness in shares]
+    step = max(steps, key=lambda step: step.seconds)
     transfers = TransferCosts(measured.machine.transfers)
     drawn = data_seconds(measured, conditions)
     # The fastest worker has the most rows if they are balanced.
-    memory = replica_bytes(program, max(rows for rows, _ in steps), conditions.devices)
+    memory = replica_bytes(program, max(rows / parts for rows, _ in shares), conditions.devices)
     if options.micro_batches > 1 or options.accumulated > 1:
         memory += program.gradient_bytes
     if workers == 1:
@@ -113,14 +111,8 @@ def predict_data_parallel(
     beside = sum(wait_seconds(collective, workers, conditions.link, transfers) for collective in other_collectives)
     seconds = gradients_end + share * (end - gradients_end) + update / options.accumulated + beside
     seconds = max(expected_slowest(seconds, step.deviation_seconds, workers), program.data_seconds)
-    return Prediction(
-        seconds,
-        gradients_end + update / options.accumulated,
-        core * share,
-        link_seconds * share,
-        sent * share,
-        memory,
-    )
+    compute_seconds = gradients_end + update / options.accumulated
+    return Prediction(seconds, compute_seconds, core * share, link_seconds * share, sent * share, memory)
 
 
 @dataclasses.dataclass(frozen=True)
