@@ -44,6 +44,11 @@ def checked_rows(source: BlockSource, block: int, table: Any) -> Any:
     return table
 
 
+def facts_of(table: Any) -> tuple[Any, int]:
+    """Returns the schema and the number of rows of a table, which engines compute where it is."""
+    return table.schema.remove_metadata(), table.num_rows
+
+
 def import_arrow(module: str = "pyarrow") -> Any:
     """Returns a module of Apache Arrow, such as `pyarrow.parquet`."""
     return import_library(module, "reads data in columns", "spark` or `dask` or `ray")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.data.block_source import BlockSource, import_arrow
+from tfdist.data.block_source import BlockSource, facts_of, import_arrow
 from tfdist.data.parquet_files import data_in_store
 from tfdist.data.partitioned_data import PartitionedData
 from tfdist.utils.optional_modules import import_library
@@ -57,7 +57,7 @@ def from_dask(
     client = distributed.default_client() if client is None else client
     tables = client.compute(list(ddf.map_partitions(_keep_frame).to_delayed()))
     tables = client.map(arrow_table, tables, pure=False)
-    facts = client.gather(client.map(_facts, tables, pure=False))
+    facts = client.gather(client.map(facts_of, tables, pure=False))
     schemas = {number: schema for number, (schema, rows) in enumerate(facts) if rows} or {0: facts[0][0]}
     first = next(iter(schemas.values()))
     for number, schema in schemas.items():
@@ -192,7 +192,3 @@ def _file_name(partition: int) -> str:
 
 def _keep_frame(frame: Any) -> Any:
     return frame
-
-
-def _facts(table: Any) -> tuple[Any, int]:
-    return table.schema.remove_metadata(), table.num_rows

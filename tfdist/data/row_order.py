@@ -142,7 +142,8 @@ class BatchRows:
         [3, 2]
         """
         period = self.streams // math.gcd(self.batch_size, self.streams)
-        sizes = [sum(rows.stop - rows.start for rows in self._complete_ranges(first + step)) for step in range(period)]
+        ends = [(step * self.batch_size, (step + 1) * self.batch_size) for step in range(first, first + period)]
+        sizes = [sum(rows.stop - rows.start for rows in self._ranges(*rows_of_epoch)) for rows_of_epoch in ends]
         return sizes[:1] if len(set(sizes)) == 1 else sizes
 
     @property
@@ -157,9 +158,6 @@ class BatchRows:
         """Returns this worker's rows of a batch, in the order of the batch."""
         first = step * self.batch_size
         return self._ranges(first, min(first + self.batch_size, self.rows))
-
-    def _complete_ranges(self, step: int) -> list[RowRange]:
-        return self._ranges(step * self.batch_size, (step + 1) * self.batch_size)
 
     def _ranges(self, first: int, last: int) -> list[RowRange]:
         stream_ranges = [

@@ -63,9 +63,7 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
 
 
 def payload_bytes(method: str, parameters: int) -> int:
-    """Returns the size of the payload of a model's gradient.
-
-    Its parameters are in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
+    """Returns the size of the payload of gradients in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
 
     >>> payload_bytes("uncompressed", 1000), payload_bytes("bf16", 1000), payload_bytes("int8", 1024)
     (4000, 2000, 1040)

@@ -161,10 +161,7 @@ print("\\n" + json.dumps(result))
 def check_tensorflow_start(
     context: CheckContext, *, program: str = PROGRAM, timeout_seconds: float = START_TIMEOUT_SECONDS
 ) -> list[Finding]:
-    """Checks that TensorFlow starts, which devices it finds, and that it has the private symbols that tfdist uses.
-
-    The child gets the environment of the checks without the cluster.
-    """
+    """Checks that TensorFlow starts, which devices it finds, and that it has the private symbols that tfdist uses."""
     code, output, errors = _run(context, program, timeout_seconds)
     last_lines = "; ".join(printable(line.strip()) for line in errors.splitlines()[-_LAST_LINES:])
     if code is None:

@@ -89,10 +89,7 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
 
 
 def link_findings(links: Sequence[LinkMeasurement], hosts: Mapping[str, str]) -> list[Finding]:
-    """Finds connections between hosts that are much slower than the fastest one.
-
-    Connections within one of the `hosts` do not count.
-    """
+    """Finds connections between different `hosts` that are much slower than the fastest one."""
     rates = [
         (rate, first, second)
         for link in links

@@ -122,8 +122,7 @@ def check_proxy(context: CheckContext) -> list[Finding]:
 def bypasses_proxy(host: str, environ: Mapping[str, str]) -> bool:
     """Returns whether gRPC connects to `host` without the proxy.
 
-    A host bypasses the proxy if it ends with an entry of `no_grpc_proxy` (`no_proxy` if that is not set), or if it lies
-    in the subnet of an entry.
+    It does if the host ends with an entry of `no_grpc_proxy`, else of `no_proxy`, or lies in the subnet of an entry.
 
     >>> bypasses_proxy("node1.cluster", {"no_proxy": "localhost,.cluster"}), bypasses_proxy("10.0.0.7", {})
     (True, False)
@@ -195,10 +194,7 @@ def taken_port(context: CheckContext, port: int, error: OSError) -> Finding:
 
 
 def holders_of(port: int, root: Path = Path("/")) -> list[str]:
-    """Returns the processes that listen on a TCP port, for example `"process 12 (python train.py)"`.
-
-    Processes that this user may not inspect are left out.
-    """
+    """Returns the processes on a TCP port that this user may inspect, as `"process 12 (python train.py)"`."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         for line in _read(root / "proc/net" / table).splitlines()[1:]:

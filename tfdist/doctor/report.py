@@ -106,10 +106,7 @@ class Report:
 
 
 def to_text(report: Report) -> str:
-    """Returns the report.
-
-    The report shows all findings of this task, and of the other tasks those that are not ok: there may be many tasks.
-    """
+    """Returns all findings of this task, and of the others, which may be many, those that are not ok."""
     return "\n".join(_lines(report))
 
 

@@ -141,11 +141,6 @@ def _slower(record: Any, factor: float, names: str) -> Any:
     return dataclasses.replace(record, **{name: factor * getattr(record, name) for name in names.split()})
 
 
-def peak_bytes(program: ProgramMeasurement, rows: float) -> float:
-    """Returns the memory of a process that trains alone with `rows` samples in a step."""
-    return _memory(program)[0] + _memory(program)[1] * rows
-
-
 def activation_bytes(program: ProgramMeasurement) -> float:
     """Returns how much more memory one more sample takes: by measured processes, at least the outputs of all layers."""
     return max(_memory(program)[1], float(sum(layer.activation_bytes for layer in program.layers)))
@@ -164,7 +159,8 @@ def replica_bytes(program: ProgramMeasurement, rows: float, devices: int = 1) ->
 
     Each further device has copies of weights, gradients and slots, and activations.
     """
-    single_device_bytes = peak_bytes(program, rows)
+    without_samples, of_sample = _memory(program)
+    single_device_bytes = without_samples + of_sample * rows
     return single_device_bytes + (devices - 1) * max(single_device_bytes - program.process_bytes, copy_bytes(program))
 
 

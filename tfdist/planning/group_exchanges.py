@@ -9,14 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from tfdist.planning.link_costs import LinkSpeed, TransferCosts, interpolate, messages, sent_bytes
-from tfdist.planning.measurements import (
-    DENSE,
-    EXCHANGE,
-    GATHER,
-    Collective,
-    ExchangeMeasurement,
-    ProgramMeasurement,
-)
+from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, Collective, ExchangeMeasurement, ProgramMeasurement
 
 SEGMENT_BYTES = 2**19  # of the exchange, which sends and adds segments beside each other; a test compares it
 _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have two phases if there are more members

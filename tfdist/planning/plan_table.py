@@ -86,9 +86,7 @@ def to_lines(
 
 
 def code_of(strategy: PlannedStrategy, *, jit_compile: bool | None = None, accumulated: int = 1) -> str:
-    """Returns the lines to paste.
-
-    Without `jit_compile` it is as the program says.
+    """Returns the lines to paste; without `jit_compile` it is as the program says.
 
     >>> from tfdist.planning.plans import planned_object
     >>> local = PlannedStrategy("MultiWorkerMirroredStrategy", {"mode": planned_object("LocalSGD", sync_every=20)})
@@ -114,9 +112,7 @@ def code_of(strategy: PlannedStrategy, *, jit_compile: bool | None = None, accum
 def start_command(
     workers: int, parameter_servers: int, *, has_chief: bool, script: str = "train.py", cluster: str = ""
 ) -> str:
-    """Returns the command that starts the plan.
-
-    `cluster` describes the cluster whose tasks the workers are; empty: they are on one host.
+    """Returns the command that starts the plan; `cluster` describes the workers' cluster, empty: they are on one host.
 
     >>> start_command(4, 1, has_chief=True)
     'tfdist run --workers 4 --parameter-servers 1 train.py'

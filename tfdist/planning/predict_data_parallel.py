@@ -262,9 +262,8 @@ def rows_of_workers(
 ) -> list[tuple[float, float]]:
     """Returns how many rows each kind of worker computes, and how much slower than the measured one it is.
 
-    The first speed is that of the measured worker; without speeds all are equal.
-
-    Source: `docs/load_balancing.md`: shares in proportion to the speeds let all workers end at the same time.
+    The first speed is that of the measured worker; without speeds all are equal. Shares in proportion to the speeds let
+    all workers end at the same time (`docs/load_balancing.md`).
 
     >>> rows_of_workers(120, 2, (), is_balanced=False), rows_of_workers(120, 2, (1.0, 0.5), is_balanced=False)
     ([(60.0, 1.0)], [(60.0, 1.0), (60.0, 2.0)])
@@ -307,10 +306,7 @@ def _to_owners(exchange: ExchangeMeasurement) -> ExchangeMeasurement:
 
 
 def _weights(dense: ExchangeMeasurement, workers: int) -> ExchangeMeasurement:
-    """Returns the exchange that gathers the updated weights of each bucket on all workers.
-
-    Each worker packs the weights that it owns and unpacks all of them.
-    """
+    """Returns the exchange that gathers the updated weights of each bucket: a worker packs its own and unpacks all."""
     gathers = tuple(
         Collective(GATHER, round(collective.nbytes / workers), collective.bucket) for collective in dense.collectives
     )

@@ -170,10 +170,7 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def pipeline_seconds(
-    stage_seconds: Sequence[float],
-    micro_batches: int,
-    hop_seconds: float = 0.0,
-    hop_link_seconds: float = 0.0,
+    stage_seconds: Sequence[float], micro_batches: int, hop_seconds: float = 0.0, hop_link_seconds: float = 0.0
 ) -> float:
     """Returns the time of the forward and backward passes of a step.
 

@@ -101,7 +101,7 @@ def _run(exchange: LoopbackExchange, updates: Sequence[UpdateGradients]) -> tupl
 
 
 def bucket_ready(steps: Sequence[tuple[float, Sequence[float]]], forward_seconds: float) -> tuple[float, ...]:
-    """Returns the part of backpropagation after which each bucket is complete, in (0, 1].
+    """Returns the part, in (0, 1], of backpropagation after which each bucket is complete.
 
     `steps` have when each began, and when each of its buckets was complete.
     """

@@ -56,10 +56,7 @@ class _EnoughError(Exception):
 
 
 def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, Any]) -> FirstBatches:
-    """Draws batches by a `fit` that makes no step.
-
-    Callbacks and validation data among the arguments of `fit` are not used.
-    """
+    """Draws batches by a `fit` that makes no step, without the callbacks and the validation data of its arguments."""
     drawn: list[Any] = []
     seconds: list[float] = []
     specs: list[Any] = []

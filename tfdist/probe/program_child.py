@@ -254,10 +254,7 @@ class _Channel:
 
 
 def main(argv: list[str]) -> None:
-    """Runs the program.
-
-    Arguments are the descriptor of the pipe, the request as a JSON object, and the script with its arguments.
-    """
+    """Runs a program; `argv`: the descriptor of the pipe, the request as JSON, the script and its arguments."""
     channel, request, script = _Channel(int(argv[0])), _ProbeRequest(**json.loads(argv[1])), argv[2:]
     strategy = ProbeStrategy()
     bare_bytes = resident_bytes()

@@ -56,9 +56,7 @@ def portable(value: Any) -> Any:
 
 
 def stable_text(value: Any) -> str:
-    """Returns a text of an argument that is the same in each process, for `json.dumps(..., default=stable_text)`.
-
-    `repr` contains addresses, and leaves out values of long arrays.
+    """Returns a text of an argument, for `json.dumps`, that is the same in each process, and has all values of arrays.
 
     >>> stable_text(object()), stable_text(np.zeros(10_000, np.int8)) == stable_text(np.arange(10_000, dtype=np.int8))
     ('<object object>', False)
