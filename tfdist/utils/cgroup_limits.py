@@ -25,7 +25,7 @@ def cpu_quotas(root: Path = Path("/")) -> list[float]:
 
 
 def available_memory(root: Path = Path("/")) -> list[int]:
-    """Returns the bytes that this process's groups and all their parents have left, reclaimable file caches included."""
+    """Returns the bytes that this process's groups and all their parents have left; reclaimable file caches count."""
     available = []
     for is_v2, group in _groups(root, "memory"):
         limit = _read(group / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
