@@ -145,11 +145,13 @@ def batch_pipeline(
         sizes = batches.sizes(first)
         together = 1 if 0 in sizes else _batches_of_call(layout, max(sizes))
 
+        dtypes = [tf.string if tensor.dtype == object else tf.as_dtype(tensor.dtype) for tensor in layout.tensors]
+
         def read(number: np.int64, step: np.int64, last: np.int64) -> Sequence[np.ndarray]:
             return reader.read(batches, int(number), int(step), int(last))
 
         def load(number: tf.Tensor, step: tf.Tensor, last: tf.Tensor) -> Any:
-            tensors = tf.numpy_function(read, [number, step, last], [*map(_dtype, layout.tensors)])
+            tensors = tf.numpy_function(read, [number, step, last], dtypes)
             for tensor, expected in zip(tensors, layout.tensors, strict=True):
                 tensor.set_shape([batches.constant_rows if together == 1 else None, *expected.shape])
             return layout.structure(tensors)
@@ -206,7 +208,3 @@ def number_of_readers() -> int:
     present = sum(len(jobs.get(job, ())) for job in ("chief", "worker"))
     remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
     return max(present, optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or 1, 1)
-
-
-def _dtype(tensor: TensorFormat) -> tf.DType:
-    return tf.string if tensor.dtype == object else tf.as_dtype(tensor.dtype)

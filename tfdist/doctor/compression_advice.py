@@ -56,19 +56,10 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
     link = slowest_link(links)
     if link is None or workers < 2:
         return None
-    exchanges = tuple(_estimate(method, parameters, workers, link) for method in _PAYLOADS)
+    exchanges = tuple(_estimate(method, parameters, workers, link) for method in PAYLOAD_BYTES)
     suggestion, reason = _suggest(parameters, workers, link.bytes_per_second, exchanges[0].seconds)
     round_trip_seconds = 2 * link.latency_seconds
     return Advice(parameters, workers, link.bytes_per_second, round_trip_seconds, exchanges, suggestion, reason)
-
-
-def payload_bytes(method: str, parameters: int) -> int:
-    """Returns the size of the payload of gradients in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
-
-    >>> payload_bytes("uncompressed", 1000), payload_bytes("bf16", 1000), payload_bytes("int8", 1024)
-    (4000, 2000, 1040)
-    """
-    return _PAYLOADS[method](parameters)
 
 
 def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: float) -> tuple[str | None, str]:
@@ -93,7 +84,7 @@ def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: f
 
 
 def _estimate(method: str, parameters: int, workers: int, link: LinkSpeed) -> ExchangeEstimate:
-    collectives = _collectives(method, payload_bytes(method, parameters), workers)
+    collectives = _collectives(method, PAYLOAD_BYTES[method](parameters), workers)
     seconds = sum(collective_seconds(collective.kind, collective.nbytes, workers, link) for collective in collectives)
     return ExchangeEstimate(method, math.ceil(wire_bytes(collectives, workers)), seconds)
 
@@ -112,7 +103,8 @@ def _powersgd_bytes(parameters: int) -> int:
     return math.ceil(matrices * min(4 * 4 * 2 * side, 4 * side**2))
 
 
-_PAYLOADS: dict[str, Callable[[int], int]] = {
+# By method: the payload of the gradients of so many parameters in matrices of side `MATRIX_SIDE`, or in a smaller one.
+PAYLOAD_BYTES: dict[str, Callable[[int], int]] = {
     "uncompressed": lambda parameters: 4 * parameters,
     "bf16": lambda parameters: 4 * math.ceil(parameters / 2),
     "int8": lambda parameters: 260 * math.ceil(parameters / 256),

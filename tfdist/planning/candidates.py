@@ -160,9 +160,9 @@ def _parameter_servers(measured: Measurements, conditions: Conditions, workers: 
 def _model_parallel(measured: Measurements, conditions: Conditions, devices: int) -> Iterator[Candidate]:
     program = measured.program
     for ways in _WAYS:
-        for stages in _divisors(devices // ways) if devices % ways == 0 else ():
-            columns = devices // ways // stages
-            if stages * ways == 1 or stages > len(program.layers):
+        for stages in range(1, devices // ways + 1):
+            columns, unused_devices = divmod(devices, ways * stages)
+            if unused_devices or stages * ways == 1 or stages > len(program.layers):
                 continue
             for method in methods(measured, conditions) if columns > 1 else [DENSE]:
                 options = _best_micro_batches(measured, conditions, ModelParallel(stages, columns, ways, method=method))
@@ -204,10 +204,6 @@ def _cuts(measured: Measurements, stages: int) -> list[str]:
     layers = measured.program.layers
     is_unique = len({layer.name for layer in layers}) == len(layers)
     return [stage[0].name for stage in stage_layers(layers, stages)[1:]] if is_unique else []
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def _compressed(method: str) -> dict[str, Any]:

@@ -95,7 +95,8 @@ def code_of(strategy: PlannedStrategy, *, jit_compile: bool | None = None, accum
     strategy = MultiWorkerMirroredStrategy(mode=LocalSGD(sync_every=20))
     model.jit_compile = True  # after model.compile
     """
-    names = sorted({strategy.name, *_classes(strategy.arguments)}, key=str.lower)
+    classes = [value["class"] for value in strategy.arguments.values() if isinstance(value, Mapping)]
+    names = sorted({strategy.name, *classes}, key=str.lower)
     lines = [f"from tfdist.strategies import {', '.join(names)}"]
     arguments = dict(strategy.arguments)
     if _LAYOUT in names:
@@ -197,7 +198,3 @@ def _expression(value: Any) -> str:
     if value["class"] == _LAYOUT:
         arguments = f"model, {arguments}"
     return f"{value['class']}({arguments})"
-
-
-def _classes(arguments: Mapping[str, Any]) -> list[str]:
-    return [value["class"] for value in arguments.values() if isinstance(value, Mapping)]

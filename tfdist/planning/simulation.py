@@ -125,8 +125,10 @@ class Simulation:
 
     def best(self) -> list[SimulatedPoint]:
         """Returns the fastest point of each number of workers."""
-        numbers = sorted({point.workers for point in self.points})
-        return [max(self._at(number), key=lambda point: point.samples_per_second) for number in numbers]
+        by_workers: dict[int, list[SimulatedPoint]] = {}
+        for point in self.points:
+            by_workers.setdefault(point.workers, []).append(point)
+        return [max(by_workers[number], key=lambda point: point.samples_per_second) for number in sorted(by_workers)]
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""
@@ -136,9 +138,6 @@ class Simulation:
             cost, epoch = point["cost_per_million_samples"], self.samples_of_epoch
             point["cost_per_epoch"] = None if cost is None or epoch is None else cost * epoch / 1e6
         return document
-
-    def _at(self, workers: int) -> list[SimulatedPoint]:
-        return [point for point in self.points if point.workers == workers]
 
 
 def simulate(measured: Measurements, cluster: SimulatedCluster, find_plans: FindPlans) -> Simulation:

@@ -216,7 +216,10 @@ def _layer_table(
     counted: set[int] = set()
     return tuple(
         LayerMeasurement(
-            call.name, seconds[call.name], _parameters(call.variables, counted), _output_bytes(call.outputs)
+            call.name,
+            seconds[call.name],
+            _parameters(call.variables, counted),
+            sum(elements_of(tensor) * _item_bytes(tensor) for tensor in call.outputs),
         )
         for call in graph.calls
     )
@@ -227,10 +230,6 @@ def _parameters(variables: Sequence[Any], counted: set[int]) -> int:
     uncounted = [variable for variable in variables if variable.trainable and id(variable) not in counted]
     counted.update(map(id, uncounted))
     return sum(tf.TensorShape(variable.shape).num_elements() or 0 for variable in uncounted)
-
-
-def _output_bytes(outputs: Sequence[Any]) -> int:
-    return sum(elements_of(tensor) * _item_bytes(tensor) for tensor in outputs)
 
 
 class _Channel:

@@ -130,7 +130,8 @@ def _dataset(
 ) -> Any:
     labels = list(task.label_cols)
     types = {name: spec.dtype for spec in specs for name in spec.columns if spec.dtype}
-    shapes = {name: spec.shape for spec in specs for name in spec.columns if spec.shape and _is_list(data, name)}
+    is_list = {field.name: "list" in str(field.type) for field in data.schema}
+    shapes = {name: spec.shape for spec in specs for name in spec.columns if spec.shape and is_list[name]}
     dataset = data.dataset(
         batch_size,
         features={str(index): list(spec.columns) for index, spec in enumerate(specs)},
@@ -147,10 +148,6 @@ def _dataset(
         return (inputs, tuple(targets[name] for name in labels) if outputs > 1 else targets["0"], *weights)
 
     return dataset.map(elements)
-
-
-def _is_list(data: PartitionedData, name: str) -> bool:
-    return "list" in str(data.schema.field(name).type)
 
 
 def _output_shapes(content: bytes, task: TrainingTask, dataset: Any) -> list[tuple[int | None, ...]]:
