@@ -23,26 +23,6 @@ def work_seconds() -> float:
     return time.process_time() if _only_core() is not None else time.perf_counter()
 
 
-class StepClock:
-    """Collects the ends of steps."""
-
-    def __init__(self) -> None:
-        self._ends: list[float] = []
-        self._idle: list[float] = []
-        self.steps = -1
-
-    def end_step(self) -> None:
-        """Notes the end of a step; the first call only starts the clock."""
-        self._ends.append(work_seconds())
-        self._idle.append(_idle_seconds())
-        self.steps += 1
-
-    def seconds(self) -> list[float]:
-        """Returns the times of the steps."""
-        idle = (self._idle[-1] - self._idle[0]) / max(self.steps, 1)
-        return [after - before + idle for before, after in zip(self._ends, self._ends[1:], strict=False)]
-
-
 def timed(call: Callable[[], object]) -> float:
     """Returns the median time of `call`, after two calls that are left out."""
     for _ in range(2):
@@ -61,7 +41,7 @@ def _only_core() -> int | None:
     return next(iter(cores)) if len(cores) == 1 else None
 
 
-def _idle_seconds() -> float:
+def idle_seconds() -> float:
     """Returns how long this process's only core was idle since the system has started; 0 on several cores."""
     core = _only_core()
     with contextlib.suppress(OSError, ValueError, IndexError):

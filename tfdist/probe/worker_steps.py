@@ -1,5 +1,6 @@
 """Times real steps of `fit` of one worker, their forward pass and update, and sees their gradients."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from tfdist.keras_internals.variable_paths import trained_variables
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
-from tfdist.probe.process_usage import StepClock, peak_bytes, reset_peak, timed
+from tfdist.probe.process_usage import idle_seconds, peak_bytes, reset_peak, timed, work_seconds
 from tfdist.tensorflow_internals.graph_clock import after_clocks
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -175,20 +176,23 @@ class WorkerSteps:
 
     def seconds(self, rows: int) -> list[float]:
         """Returns the times of steps on `rows` samples as the strategy traces them now."""
-        clock = StepClock()
         ended: list[float] = []
+        work: list[float] = []
+        idle: list[float] = []
 
         def end(batch: int, logs: Any = None) -> None:
             ended.append(time.perf_counter())
             if len(ended) >= _FIRST_STEPS:
-                clock.end_step()
+                work.append(work_seconds())
+                idle.append(idle_seconds())
                 spent = ended[-1] - ended[_FIRST_STEPS - 1]
-                self._model.stop_training = clock.steps >= _MIN_STEPS and spent > _SECONDS
+                self._model.stop_training = len(work) > _MIN_STEPS and spent > _SECONDS
 
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
         self._model.train_function = None
         self._run_fit(rows, [callback], _MAX_STEPS)
-        return clock.seconds()
+        idle_of_step = (idle[-1] - idle[0]) / max(len(work) - 1, 1)
+        return [after - before + idle_of_step for before, after in itertools.pairwise(work)]
 
     def forward_seconds(self, members: int, rows: int) -> float | None:
         """Returns the time of the forward pass up to the loss; None if the model has no `call` that `fit` uses."""

@@ -31,6 +31,11 @@ _SAME_IN_A_RUN = (
     "feature_cols label_cols sample_weight_col validation batch_size val_batch_size shuffle random_seed model_kwargs"
 ).split()
 
+# What a task is given as it is.
+_SAME_IN_A_TASK = (
+    "feature_cols label_cols sample_weight_col batch_size epochs shuffle verbose compression checkpoint_every_steps"
+).split()
+
 
 class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
     """Trains a Keras model on the rows of a DataFrame, on several workers beside the executors of Spark.
@@ -178,18 +183,10 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
                 callbacks=self._given("callbacks") or [],
                 train=train,
                 validation=validation,
-                feature_cols=features,
-                label_cols=labels,
-                sample_weight_col=weight,
-                batch_size=self._given("batch_size"),
                 val_batch_size=self._given("val_batch_size") or self._given("batch_size"),
-                epochs=self._given("epochs"),
-                shuffle=self._given("shuffle"),
                 seed=seed,
-                verbose=self._given("verbose"),
-                compression=self._given("compression"),
-                checkpoint_every_steps=self._given("checkpoint_every_steps"),
                 directory=str(run.path),
+                **{name: self._given(name) for name in _SAME_IN_A_TASK},
             )
             result = on_spark(
                 train_worker,
