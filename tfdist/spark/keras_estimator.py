@@ -31,8 +31,8 @@ _SAME_IN_A_RUN = (
     "feature_cols label_cols sample_weight_col validation batch_size val_batch_size shuffle random_seed model_kwargs"
 ).split()
 
-# What a task is given as it is.
-_SAME_IN_A_TASK = (
+# What the task of a worker is given as it is.
+_TASK_PARAMS = (
     "feature_cols label_cols sample_weight_col batch_size epochs shuffle verbose compression checkpoint_every_steps"
 ).split()
 
@@ -186,7 +186,7 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
                 val_batch_size=self._given("val_batch_size") or self._given("batch_size"),
                 seed=seed,
                 directory=str(run.path),
-                **{name: self._given(name) for name in _SAME_IN_A_TASK},
+                **{name: self._given(name) for name in _TASK_PARAMS},
             )
             result = on_spark(
                 train_worker,
