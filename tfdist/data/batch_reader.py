@@ -118,13 +118,7 @@ _BYTES_OF_CALL = 2 << 20
 
 
 def batch_pipeline(
-    reader: BatchReader,
-    layout: BatchLayout,
-    batch_size: int,
-    *,
-    seed: int | None,
-    drop_remainder: bool,
-    streams: int,
+    reader: BatchReader, layout: BatchLayout, batch_size: int, *, seed: int | None, drop_remainder: bool, streams: int
 ) -> tf.data.Dataset:
     """Returns the dataset of batches.
 

@@ -34,9 +34,7 @@ _OTHER_REMEDY = (
 
 
 def reachability_findings(
-    missing: Mapping[str, Mapping[str, str]],
-    addresses: Mapping[str, str],
-    callers: Set[str] = frozenset(),
+    missing: Mapping[str, Mapping[str, str]], addresses: Mapping[str, str], callers: Set[str] = frozenset()
 ) -> list[Finding]:
     """Returns an error for each task that did not answer and each reason; without any, a finding that all answer.
 

@@ -42,12 +42,7 @@ class MemberTask:
     """
 
     def __init__(
-        self,
-        context: CheckContext,
-        config: ClusterConfig,
-        server: socket.socket | None,
-        *,
-        clock: Callable[[], float],
+        self, context: CheckContext, config: ClusterConfig, server: socket.socket | None, *, clock: Callable[[], float]
     ) -> None:
         self.context, self.clock = context, clock
         self.task = context.task

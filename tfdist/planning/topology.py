@@ -55,10 +55,7 @@ class Topology:
             return self.port
         sizes = Counter(self.rack(worker) for worker in range(workers))
         messages = max(size * (workers - size) for size in sizes.values())
-        per_message = max(
-            (workers - 1) / self.port.bytes_per_second,
-            messages / self.uplink.bytes_per_second,
-        )
+        per_message = max((workers - 1) / self.port.bytes_per_second, messages / self.uplink.bytes_per_second)
         return LinkSpeed((workers - 1) / per_message, self.uplink.latency_seconds)
 
 
