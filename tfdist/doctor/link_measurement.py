@@ -10,6 +10,7 @@ from typing import Any
 from tfdist.planning.link_costs import LinkSpeed
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.formatting import format_seconds
 
 MAX_TRANSFER_BYTES = 2**28
 TRANSFER_SECONDS = 15.0
@@ -45,6 +46,11 @@ class LinkMeasurement:
             if not (number is None and name.startswith("bytes")) and not _is_finite(number):
                 raise ValueError("not a measurement")
         return cls(message["first"], message["second"], **numbers)
+
+    @property
+    def clock_offset_text(self) -> str:
+        """How far the clocks differ, without a sign."""
+        return f"{format_seconds(abs(self.clock_offset_seconds))} (± {format_seconds(self.clock_uncertainty_seconds)})"
 
 
 def slowest_link(links: Iterable[LinkMeasurement]) -> LinkSpeed | None:

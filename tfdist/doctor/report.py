@@ -186,13 +186,12 @@ def _link_lines(links: Iterable[LinkMeasurement]) -> list[str]:
     for link in links:
         rates = (link.bytes_per_second, link.bytes_per_second_back)
         sign = "-" if link.clock_offset_seconds < 0 else ""
-        offset, uncertainty = map(format_seconds, (abs(link.clock_offset_seconds), link.clock_uncertainty_seconds))
         rows.append(
             [
                 f"  {link.first} - {link.second}",
                 *("-" if rate is None else format_rate(rate) for rate in rates),
                 format_seconds(link.round_trip_seconds),
-                f"{sign}{offset} (± {uncertainty})",
+                f"{sign}{link.clock_offset_text}",
             ]
         )
     return align_columns(rows)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.planning.cost_terms import Conditions, Prediction, is_measured
+from tfdist.planning.cost_terms import Conditions, Prediction, measured_compilations
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plans import PlannedStrategy, planned_object
 from tfdist.planning.predict_data_parallel import (
@@ -71,9 +71,7 @@ def methods(measured: Measurements, conditions: Conditions) -> list[str]:
 
 def _data_parallel(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
     program = measured.program
-    for compiled in (False, True):
-        if not is_measured(program, compiled=compiled):
-            continue
+    for compiled in measured_compilations(program):
         for method in methods(measured, conditions) if workers > 1 else [DENSE]:
             plain = DataParallel(method, compiled)
             variants: list[tuple[DataParallel, dict[str, Any], int]] = [(plain, {}, 0)]
@@ -116,16 +114,11 @@ def _local_updates(measured: Measurements, conditions: Conditions, workers: int)
     for training in _LOCAL_TRAININGS:
         if steps is not None and steps < _LEAST_EXCHANGES * training.sync_every:
             continue
-        if training.has_outer_optimizer:
-            arguments = {"sync_every": training.sync_every}
-            if training.overlap_steps:
-                arguments |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
-            mode = planned_object("DiLoCo", **arguments)
-        else:
-            mode = planned_object("LocalSGD", sync_every=training.sync_every)
-        for compiled in (False, True):
-            if not is_measured(program, compiled=compiled):
-                continue
+        arguments = {"sync_every": training.sync_every}
+        if training.overlap_steps:
+            arguments |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
+        mode = planned_object("DiLoCo" if training.has_outer_optimizer else "LocalSGD", **arguments)
+        for compiled in measured_compilations(program):
             for method in methods(measured, conditions):
                 options = dataclasses.replace(training, method=method, compiled=compiled)
                 yield Candidate(

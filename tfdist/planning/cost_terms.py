@@ -64,9 +64,9 @@ class StepCost:
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
 
-def is_measured(program: ProgramMeasurement, *, compiled: bool) -> bool:
-    """Whether there is a step that XLA has, or has not, compiled."""
-    return any(step.compiled == compiled for step in program.steps)
+def measured_compilations(program: ProgramMeasurement) -> list[bool]:
+    """Returns whether XLA has compiled steps, for each kind of measured steps."""
+    return sorted({step.compiled for step in program.steps})
 
 
 def step_of(program: ProgramMeasurement, rows: float, *, compiled: bool = False) -> StepCost:

@@ -1,9 +1,7 @@
 """What a probe has measured of a program and of a machine: plain records, written and read as JSON."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 DENSE = "uncompressed"
@@ -149,8 +147,3 @@ class Measurements:
         for name in ("transfers", "local_transfers"):
             machine[name] = tuple(TransferMeasurement(**record) for record in machine.get(name, ()))
         return cls(ProgramMeasurement(**program), MachineMeasurement(**machine), dict(document["versions"]))
-
-    @classmethod
-    def read(cls, path: Path) -> "Measurements":
-        """Reads a file of `json.dump(measurements.to_json())`."""
-        return cls.from_json(json.loads(path.read_text()))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.planning.candidates import Candidate, candidates
-from tfdist.planning.cost_terms import Conditions, is_measured
+from tfdist.planning.cost_terms import Conditions, measured_compilations
 from tfdist.planning.group_exchanges import exchange_of
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import code_of
@@ -74,7 +74,7 @@ def _complexity(measured: Measurements, candidate: Candidate) -> tuple[bool, boo
 def _plan(measured: Measurements, candidate: Candidate, dense_bytes: float) -> Plan:
     predicted, program = candidate.prediction, measured.program
     # Without this line, "auto" may compile what was measured without.
-    says_compiled = is_measured(program, compiled=True) and candidate.strategy.name == "MultiWorkerMirroredStrategy"
+    says_compiled = True in measured_compilations(program) and candidate.strategy.name == "MultiWorkerMirroredStrategy"
     return Plan(
         strategy=candidate.strategy,
         compression=None if candidate.method == DENSE else candidate.method,

@@ -20,11 +20,10 @@ _TENSORFLOWS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStr
 
 
 class ProbeStrategy(MultiWorkerMirroredStrategy):
-    """One worker until `act_as_worker_of`, then the first of several workers whose collectives return at once."""
+    """One worker until `act_as_worker_of`, then the first of several workers whose collectives return at once.
 
-    def __init__(self) -> None:
-        """Creates the strategy; the environment must not describe a cluster."""
-        super().__init__()
+    The environment must not describe a cluster.
+    """
 
     def act_as_worker_of(self, members: int) -> KeptGradients:
         """Makes functions that are traced from now on those of worker 0 of `members` workers, which keeps gradients."""
