@@ -129,7 +129,6 @@ class DaskSource(BlockSource):
         self._client = client
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
-        """Returns the columns of a partition; see `BlockSource.read`."""
         distributed = import_library("distributed", "holds the partitions", "dask")
         client = self._connected(distributed)
         try:
@@ -142,7 +141,6 @@ class DaskSource(BlockSource):
             ) from error
 
     def name_of(self, block: int) -> str:
-        """Returns the number of the partition."""
         return f"partition {self._partitions[block]} of the Dask DataFrame"
 
     def close(self) -> None:

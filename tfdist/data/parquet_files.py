@@ -118,7 +118,6 @@ class ParquetSource(BlockSource):
         self._open = threading.local()
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
-        """Returns the columns of a row group; see `BlockSource.read`."""
         file, group, _ = self._blocks[block]
         try:
             return self._parquet_file(file).read_row_group(group, columns=list(columns))
@@ -130,7 +129,6 @@ class ParquetSource(BlockSource):
             ) from error
 
     def name_of(self, block: int) -> str:
-        """Returns the file and the number of the row group."""
         file, group, _ = self._blocks[block]
         return f"row group {group} of {self.files[file]}"
 

@@ -75,7 +75,6 @@ class _BlockHolder:
         self._tables = tables
 
     def number(self) -> int:
-        """Returns the number of blocks."""
         return len(self._tables)
 
     def reference(self, block: int) -> list[Any]:
@@ -103,7 +102,6 @@ class RaySource(BlockSource):
         self._lock = threading.Lock()
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
-        """Returns the columns of a block; see `BlockSource.read`."""
         ray = import_library("ray", "holds the blocks", "ray")
         try:
             with self._lock:
@@ -125,7 +123,6 @@ class RaySource(BlockSource):
             thread.submit(ray.init, address=self._address, log_to_driver=False, configure_logging=False).result()
 
     def name_of(self, block: int) -> str:
-        """Returns the number of the block."""
         return f"block {self._numbers[block]} of the Ray dataset"
 
 

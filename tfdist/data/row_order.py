@@ -27,7 +27,6 @@ class Segment:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return self.stop - self.start
 
 
@@ -41,7 +40,6 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return sum(segment.rows for segment in self.segments)
 
 

@@ -139,7 +139,6 @@ class PeerConnections:
 
     @property
     def answered(self) -> dict[str, Peer]:
-        """The tasks that have answered."""
         return {task: peer for task, peer in self.all.items() if peer.connection is not None}
 
     def close(self) -> None:

@@ -51,7 +51,6 @@ class Finding:
         return cls(**{name: printable(document.get(name, "")) for name in names})
 
     def on(self, task: str) -> "Finding":
-        """Returns the same finding on `task`."""
         return dataclasses.replace(self, task=task)
 
 
@@ -68,12 +67,10 @@ class Report:
 
     @property
     def errors(self) -> int:
-        """Number of errors."""
         return sum(finding.level == ERROR for finding in self.findings)
 
     @property
     def warnings(self) -> int:
-        """Number of warnings."""
         return sum(finding.level == WARNING for finding in self.findings)
 
     @property

@@ -60,7 +60,6 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        """The time of the step."""
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
 

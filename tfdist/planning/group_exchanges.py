@@ -27,7 +27,6 @@ class BucketCost:
 
     @property
     def core_seconds(self) -> float:
-        """How long the cores are busy."""
         return self.encode_seconds + self.copy_seconds + self.decode_seconds
 
 

@@ -48,7 +48,6 @@ class StepMeasurement:
 
     @property
     def backward_seconds(self) -> float:
-        """The time of backpropagation."""
         return max(self.seconds - self.forward_seconds - self.update_seconds, 0.0)
 
 
@@ -127,7 +126,6 @@ class Measurements:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod

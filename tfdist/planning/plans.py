@@ -65,7 +65,6 @@ class PlanFile:
     simulation: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
@@ -103,7 +102,6 @@ class Processes:
 
     @classmethod
     def of(cls, plan: Plan) -> "Processes":
-        """Returns the processes that a plan needs."""
         return cls(plan.workers, plan.parameter_servers, plan.has_chief and not plan.parameter_servers)
 
     def __str__(self) -> str:

@@ -41,7 +41,6 @@ class ModelParallel:
 
     @property
     def workers(self) -> int:
-        """All workers."""
         return self.stages * self.columns * self.ways
 
 

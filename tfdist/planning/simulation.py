@@ -116,7 +116,6 @@ class Simulation:
     left_out: Sequence[int]  # numbers of workers for which there is no plan
 
     def kinds(self) -> list[str]:
-        """Returns the kinds of plans."""
         return list(dict.fromkeys(point.kind for point in self.points))
 
     def of_kind(self, kind: str) -> list[SimulatedPoint]:
@@ -131,7 +130,6 @@ class Simulation:
         return [max(by_workers[number], key=lambda point: point.samples_per_second) for number in sorted(by_workers)]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
         document = dataclasses.asdict(self)
         document["cluster"]["topology"] = self.cluster.topology.text
         for point in document["points"]:

@@ -39,7 +39,6 @@ class Topology:
         return None if self.racks is None else self.racks * self.hosts_per_rack
 
     def rack(self, worker: int) -> int:
-        """Returns the rack of a worker."""
         return 0 if self.uplink is None else worker // self.hosts_per_rack
 
     def link(self, workers: int) -> LinkSpeed:

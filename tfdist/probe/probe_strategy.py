@@ -46,7 +46,6 @@ class ProbeStrategy(MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
-        """Returns the dataset of this worker."""
         with alone(self.extended):
             return super().distribute_datasets_from_function(dataset_fn, options)
 

@@ -241,7 +241,6 @@ class _Channel:
         self._file = os.fdopen(descriptor, "w", buffering=1)
 
     def send(self, kind: str, value: Any) -> None:
-        """Sends a message."""
         self._file.write(json.dumps({kind: value}) + "\n")
 
     def end(self, kind: str, value: Any) -> NoReturn:

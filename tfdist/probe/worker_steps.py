@@ -100,7 +100,6 @@ class SeenGradients:
         return [float(variable.numpy()) for times in self._times.values() for variable in times]
 
     def updates(self) -> list[UpdateGradients]:
-        """Returns the kept gradients."""
         return [
             UpdateGradients(paths, tuple(_value(variables, sparse, shape) for variables, sparse, shape in entries))
             for paths, entries in self._kept.items()

@@ -51,7 +51,6 @@ class ThreadShare:
         return {name: str(count) for name, count in least.items()}
 
     def describe(self) -> str:
-        """Returns the message for the user."""
         share = f"{counted(self._threads, 'thread')} each"
         if self._kept:
             variables = ", ".join(f"{name}={value}" for name, value in self._kept.items())
