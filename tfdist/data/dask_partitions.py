@@ -68,10 +68,8 @@ def from_dask(
                 "anything."
             )
     blocks = [(number, rows) for number, (_, rows) in enumerate(facts) if rows]
-    address, security = client.scheduler.address, client.security
-    source = DaskSource(first, [tables[number].key for number, _ in blocks], blocks, address, security, timeout_seconds)
+    source = DaskSource(first, [tables[number].key for number, _ in blocks], blocks, client, timeout_seconds)
     held = list(tables)  # Dask keeps a table as long as a future refers to it
-    source.use_client(client)
     return PartitionedData(source, release=held.clear)
 
 
@@ -95,19 +93,16 @@ class DaskSource(BlockSource):
     """Arrow tables that Dask's workers hold."""
 
     def __init__(
-        self,
-        schema: Any,
-        keys: Sequence[str],
-        blocks: Sequence[tuple[int, int]],
-        address: str,
-        security: Any,
-        timeout_seconds: float,
+        self, schema: Any, keys: Sequence[str], blocks: Sequence[tuple[int, int]], client: Any, timeout_seconds: float
     ) -> None:
-        """Creates a source. `blocks` are the number of the partition and the number of rows of each table."""
+        """Creates a source. `blocks` are the number of the partition and the number of rows of each table.
+
+        This process reads through `client`, others connect to its scheduler.
+        """
         self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]
         self._keys, self._partitions = list(keys), [number for number, _ in blocks]
-        self._address, self._security, self._timeout = address, security, timeout_seconds
-        self._client: Any = None
+        self._address, self._security, self._timeout = client.scheduler.address, client.security, timeout_seconds
+        self._client = client
         self._owns_client = False
         self._lock = threading.Lock()
 
@@ -123,10 +118,6 @@ class DaskSource(BlockSource):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
-
-    def use_client(self, client: Any) -> None:
-        """Reads through an existing client, in its process."""
-        self._client = client
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
         distributed = import_library("distributed", "holds the partitions", "dask")

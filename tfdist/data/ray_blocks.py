@@ -44,11 +44,7 @@ def from_ray(
     import_library("ray.data", "computes the blocks", "ray")
     import_arrow()
     if store is not None:
-
-        def write(path: str) -> None:
-            dataset.write_parquet(path)
-
-        return data_in_store(store, write, keep=keep, engine="Ray")
+        return data_in_store(store, dataset.write_parquet, keep=keep, engine="Ray")
     tables = dataset.materialize().to_arrow_refs()
     describe = ray.remote(num_cpus=0)(facts_of)
     facts = ray.get([describe.remote(table) for table in tables])
