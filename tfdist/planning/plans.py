@@ -13,12 +13,16 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStrategy:
-    """The class of a strategy and its arguments."""
+    """The class of a strategy and its arguments.
 
-    # "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy" or "MirroredStrategy"
+    Attributes:
+        name: A class of `tfdist.strategies`: "MultiWorkerMirroredStrategy", "ParameterServerStrategy",
+            "ModelParallelStrategy" or "MirroredStrategy".
+        arguments: By name: numbers, strings, or for objects `{"class": "DiLoCo", "arguments": {...}}`, whose class is
+            one of `tfdist.strategies`.
+    """
+
     name: str
-    # by name: numbers, strings, or for objects `{"class": "DiLoCo", "arguments": {...}}`, whose class is one of
-    # `tfdist.strategies`
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -33,23 +37,41 @@ def planned_object(name: str, **arguments: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A way to train a program on a number of workers."""
+    """A way to train a program on a number of workers.
 
-    strategy: PlannedStrategy  # what `tfdist.strategies.planned()` creates
-    compression: str | None  # the value of `compression=`; None: none
-    jit_compile: bool  # the value for `Model.compile`
-    exact: bool  # whether the numbers are those of one process up to rounding
+    Attributes:
+        strategy: What `tfdist.strategies.planned()` creates.
+        compression: The value of `compression=`; None: none.
+        jit_compile: The value for `Model.compile`.
+        exact: Whether the numbers are those of one process up to rounding.
+        workers: The number of workers.
+        parameter_servers: The number of parameter servers.
+        has_chief: Whether a chief drives the workers (`tfdist run --chief`).
+        step_seconds: Predicted mean time of a step of the global batch.
+        samples_per_second: Samples of the global batch divided by `step_seconds`.
+        memory_bytes: Predicted largest resident memory of a worker.
+        wire_bytes: What a worker sends in a step.
+        accuracy: The price in exactness in words: "exact", or how far a gradient is off.
+        reason: Why the plan stands where it stands.
+        code: The line of the script, and of `compile` if XLA is used, that gives it.
+        gradient_accumulation_steps: The number of batches of an update.
+    """
+
+    strategy: PlannedStrategy
+    compression: str | None
+    jit_compile: bool
+    exact: bool
     workers: int
-    parameter_servers: int  # the number of parameter servers
-    has_chief: bool  # whether a chief drives the workers (`tfdist run --chief`)
-    step_seconds: float  # predicted mean time of a step of the global batch
-    samples_per_second: float  # samples of the global batch divided by `step_seconds`
-    memory_bytes: int  # predicted largest resident memory of a worker
-    wire_bytes: int  # what a worker sends in a step
-    accuracy: str  # the price in exactness in words: "exact", or how far a gradient is off
-    reason: str  # why the plan stands where it stands
-    code: str  # the line of the script, and of `compile` if XLA is used, that gives it
-    gradient_accumulation_steps: int = 1  # the number of batches of an update
+    parameter_servers: int
+    has_chief: bool
+    step_seconds: float
+    samples_per_second: float
+    memory_bytes: int
+    wire_bytes: int
+    accuracy: str
+    reason: str
+    code: str
+    gradient_accumulation_steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.cli.plan_command import link as checked_link
 from tfdist.launch.cli.plan_command import memory_bytes as checked_memory
 from tfdist.launch.function_call.child_programs import call_directory
 from tfdist.launch.function_call.function_pickling import check_function, pickle_call
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.planning.plans import Plan, PlanFile
+from tfdist.planning.topology import parse_link
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
 
@@ -130,7 +130,7 @@ def _check_options(
     if cores is not None:
         check_whole_number("cores_per_worker", cores, at_least=1)
     check_seconds("timeout_seconds", timeout_seconds)
-    for parse, value in ((checked_link, link), (checked_memory, memory)):
+    for parse, value in ((parse_link, link), (checked_memory, memory)):
         if value is not None:
             try:
                 parse(str(value))
