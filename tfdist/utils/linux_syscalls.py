@@ -18,8 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def unshare(flags: int) -> None:
     """Moves this process into new namespaces; raises an OSError if the system does not permit it."""
     if _libc.unshare(flags) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"unshare: {os.strerror(number)}")
+        raise _error("unshare")
 
 
 def fork() -> int:
@@ -49,3 +48,8 @@ def pidfd_open(pid: int) -> int | None:
     """Returns a file descriptor that becomes readable when the process ends, or None before Linux 5.3."""
     fd = int(_libc.syscall(_SYS_PIDFD_OPEN, pid, 0))
     return fd if fd >= 0 else None
+
+
+def _error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
