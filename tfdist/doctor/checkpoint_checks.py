@@ -72,7 +72,7 @@ def _room(context: CheckContext, directory: Path, free: int) -> Finding:
 
 @contextlib.contextmanager
 def marked(directory: Path) -> Iterator[str]:
-    """Creates a marker where the checkpoints will be, yields its name, and removes it; an OSError if it cannot be."""
+    """Creates a marker where the checkpoints will be, yields its name, and removes it; or raises an OSError."""
     marker = _existing(directory) / f"{_PREFIX}{secrets.token_hex(16)}"
     marker.touch(exist_ok=False)
     try:

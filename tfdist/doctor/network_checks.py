@@ -59,7 +59,7 @@ def check_own_address(context: CheckContext) -> list[Finding]:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Returns the addresses to which a name resolves, without duplicates, in the resolver's order; or an OSError.
+    """Returns the addresses to which a name resolves, each once, in the resolver's order; raises an OSError for others.
 
     >>> addresses_of("127.0.0.1")
     ['127.0.0.1']

@@ -35,7 +35,10 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
-    """Has the kernel send a signal to this process when the *thread* of the parent that forked it ends, or at once."""
+    """Has the kernel send a signal to this process when the *thread* that forked it ends.
+
+    If `parent_pid`, the process that forked this one, is gone already, the signal comes at once.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     # If the parent died before the call, the signal never comes.
     if os.getppid() != parent_pid:
