@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import tfdist
-from tfdist.cluster import ClusterConfig
+from tfdist.cluster import ClusterConfig, Task
 from tfdist.utils.cores_and_ports import host_and_port
 
 
@@ -28,10 +28,9 @@ class CheckContext:
         """Address of each task, for example of `"worker 1"`: the workers by rank, then all other tasks."""
         if self.config is None:
             return {}
-        jobs = self.config.cluster.jobs
-        tasks = [str(task) for task in self.config.cluster.workers]
-        tasks += [f"{job} {index}" for job in jobs for index in range(len(jobs[job])) if f"{job} {index}" not in tasks]
-        return {task: jobs[job][int(index)] for task in tasks for job, _, index in [task.partition(" ")]}
+        cluster = self.config.cluster
+        others = (Task(job, index) for job, addresses in cluster.jobs.items() for index in range(len(addresses)))
+        return {str(task): cluster.address(task) for task in dict.fromkeys([*cluster.workers, *others])}
 
     @property
     def task(self) -> str:

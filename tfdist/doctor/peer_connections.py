@@ -55,11 +55,7 @@ class TaskInfo:
 
     @classmethod
     def from_json(cls, document: object) -> "TaskInfo":
-        """Reads what another task sent.
-
-        Raises:
-            FrameError: If the document is malformed.
-        """
+        """Reads what another task sent; raises a FrameError for anything else."""
         message = document if isinstance(document, dict) else {}
         task, versions = message.get("task"), message.get("versions")
         if not isinstance(versions, dict) or len(versions) > _MAX_VERSIONS or not isinstance(task, str):
@@ -68,11 +64,7 @@ class TaskInfo:
         return cls(printable(task)[:40], printable(message.get("host", ""))[:255], shown)
 
     def exchange(self, connection: BlockingConnection, timeout_seconds: float) -> "TaskInfo":
-        """Sends this description and returns that of the other side.
-
-        Raises:
-            TransportError: If the other side does not answer, or the answer is malformed.
-        """
+        """Sends this description and returns that of the other side; without one it raises a TransportError."""
         connection.send(dataclasses.asdict(self), timeout_seconds)
         return self.from_json(connection.receive(timeout_seconds))
 
@@ -148,7 +140,6 @@ class PeerConnections:
 
     @property
     def answered(self) -> dict[str, Peer]:
-        """The tasks that have answered."""
         return {task: peer for task, peer in self.all.items() if peer.connection is not None}
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tfdist.launch.cli.plan_command import link as checked_link
 from tfdist.launch.cli.plan_command import memory_bytes as checked_memory
 from tfdist.launch.function_call.child_programs import call_directory
 from tfdist.launch.function_call.function_pickling import check_function, pickle_call
@@ -21,6 +20,7 @@ from tfdist.launch.function_call.worker_results import (
 )
 from tfdist.launch.run_spec import RunSpec
 from tfdist.planning.plans import Plan, PlanFile, Processes, best_plan
+from tfdist.planning.topology import parse_link
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
 
@@ -140,7 +140,7 @@ def _check_options(
     if cores is not None:
         check_whole_number("cores_per_worker", cores, at_least=1)
     check_seconds("timeout_seconds", timeout_seconds)
-    for parse, value in ((checked_link, link), (checked_memory, memory)):
+    for parse, value in ((parse_link, link), (checked_memory, memory)):
         if value is not None:
             try:
                 parse(str(value))

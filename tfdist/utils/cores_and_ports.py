@@ -26,14 +26,10 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 class ThreadShare:
-    """The number of threads of each process.
+    """The number of threads of each of some processes, which share usable cores.
 
-    Args:
-        processes: Number of processes that share the cores.
-        cores: Number of usable cores.
-        chosen: Threads of each process if the user set it; takes precedence over the environment.
-        environ: The launcher's environment. Variables that it sets already stay.
-        who: The processes, for messages; empty: workers.
+    A number that the user has chosen takes precedence over the launcher's environment, whose variables stay otherwise.
+    `who` are the processes, for messages; empty: workers.
 
     >>> share = ThreadShare(2, 4, None, {"OMP_NUM_THREADS": "1"})
     >>> share.environment()
@@ -56,7 +52,6 @@ class ThreadShare:
         return {name: str(count) for name, count in least.items()}
 
     def describe(self) -> str:
-        """Returns the message for the user."""
         share = f"{counted(self._threads, 'thread')} each"
         if self._kept:
             variables = ", ".join(f"{name}={value}" for name, value in self._kept.items())

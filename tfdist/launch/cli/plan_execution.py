@@ -12,14 +12,13 @@ from pathlib import Path
 from tfdist import cluster
 from tfdist.cluster import ClusterConfig
 from tfdist.launch.cli.plan_command import check_simulation_options, probed_workers, simulated
-from tfdist.planning.cost_terms import Conditions
-from tfdist.planning.link_costs import Link
+from tfdist.planning.cost_terms import Conditions, on_shared_cores
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
 from tfdist.planning.simulation_report import simulation_text
-from tfdist.planning.step_costs import on_shared_cores
 from tfdist.probe.run_probe import ProbeError
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
@@ -32,7 +31,7 @@ METHODS = ("int8", "powersgd:4", "bf16", "int4", "topk:0.01", "powersgd:1", "sig
 _FAILURE_EXIT_CODE = 1
 _SHOWN = 10
 # No limit: what transfers between two processes of one machine cost is in their measured seconds.
-_LOOPBACK = Link(bytes_per_second=1e12)
+_LOOPBACK = LinkSpeed(bytes_per_second=1e12)
 _TIMEOUT_OF_PEERS = 60.0
 
 
@@ -105,7 +104,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
 
 
 def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
-    def plans_of(program: Measurements, link: Link, workers: int) -> list[Plan]:
+    def plans_of(program: Measurements, link: LinkSpeed, workers: int) -> list[Plan]:
         return find_plans(program, _conditions_of(options, program, link, workers, shares_memory=False), workers).plans
 
     simulation = simulated(options, measured, plans_of)
@@ -184,7 +183,7 @@ class _PlannedNetwork:
     """Where the workers are, and what each of them has."""
 
     workers: tuple[int, ...]  # their numbers
-    link: Link | None  # the connection of each; None: they are on this machine, and share its cores and its memory
+    link: LinkSpeed | None  # the connection of each; None: they are on this machine, and share its cores and its memory
     cores: int  # cores of each
     cluster: str = ""  # what describes the cluster whose tasks they are: "Slurm", for example; empty: none
 
@@ -215,7 +214,7 @@ def _network_of(options: argparse.Namespace) -> _PlannedNetwork | None:
 
 
 def _conditions_of(
-    options: argparse.Namespace, measured: Measurements, link: Link, workers: int, *, shares_memory: bool
+    options: argparse.Namespace, measured: Measurements, link: LinkSpeed, workers: int, *, shares_memory: bool
 ) -> Conditions:
     machine_memory_bytes = measured.machine.memory_bytes
     if options.memory is None and not machine_memory_bytes:
@@ -236,7 +235,7 @@ def _conditions_of(
 
 def measured_link(
     config: ClusterConfig, environ: Mapping[str, str], cores: int, timeout_seconds: float, say: Callable[[str], None]
-) -> Link | None:
+) -> LinkSpeed | None:
     """Measures all links with the other tasks; returns the slowest, or None where another task plans.
 
     Exchanges wait for the slowest link, so its bandwidth is the smallest of both directions of all links, and its
@@ -245,23 +244,19 @@ def measured_link(
     # Imported late: other commands do not need them.
     from tfdist.doctor.check_context import CheckContext
     from tfdist.doctor.check_runner import run_checks
+    from tfdist.doctor.link_measurement import slowest_link
     from tfdist.doctor.member_task import ReportSummary
 
     context = CheckContext(environ, cores, config)
     result = run_checks(context, timeout_seconds=timeout_seconds, say=say, checks=())
     if isinstance(result, ReportSummary):
         return None
-    rates = [
-        rate
-        for measured in result.links
-        for rate in (measured.bytes_per_second, measured.bytes_per_second_back)
-        if rate
-    ]
+    link = slowest_link(result.links)
     errors = [finding.found for finding in result.findings if finding.level == "error"]
-    if errors or not rates:
+    if errors or link is None:
         raise UsageError(
             f"The links between the tasks cannot be measured. Received: {'; '.join(errors) or 'no measured link'}. "
             "Expected: tfdist plan runs as every task of the cluster at the same time. Start it as each of them "
             "(tfdist doctor finds what is wrong), or give --link without a cluster."
         )
-    return Link(min(rates), max(measured.round_trip_seconds for measured in result.links) / 2)
+    return link
