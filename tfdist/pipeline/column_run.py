@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compression.gradient_tensors import added
 from tfdist.pipeline.batch_rows import MicroBatch
 from tfdist.pipeline.layer_states import StageValues
 from tfdist.pipeline.pipeline_schedule import Task, execution_order
@@ -189,16 +190,3 @@ def _dense(gradient: Any, shape: Any) -> Any:
     dense = tf.convert_to_tensor(gradient)
     dense.set_shape(shape)
     return dense
-
-
-def added(total: Any, gradient: Any) -> Any:
-    """Returns the sum of two gradients, dense or `tf.IndexedSlices`; None counts as zero."""
-    if total is None or gradient is None:
-        return gradient if total is None else total
-    if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([total.values, gradient.values], 0),
-            tf.concat([total.indices, gradient.indices], 0),
-            total.dense_shape,
-        )
-    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)

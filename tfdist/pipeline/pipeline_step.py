@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compression.gradient_tensors import added
 from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.compiled_outputs import accuracies_of_choices
@@ -17,7 +18,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.pipeline.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.pipeline.column_reduction import ColumnGradient, ColumnReduction
-from tfdist.pipeline.column_run import ColumnRun, CopyRun, added
+from tfdist.pipeline.column_run import ColumnRun, CopyRun
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.layer_states import StageValues, changed_states, combined, read_values
 from tfdist.pipeline.pipeline import Pipeline
