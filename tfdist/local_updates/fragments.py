@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.outer_optimizers import new_outer_optimizer, trained_variables
+from tfdist.keras_internals.outer_optimizers import exchanged_variables, new_outer_optimizer
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -107,7 +107,7 @@ def new_fragments(optimizer: Any, mode: LocalMode) -> list[Fragment]:
     Raises:
         ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
     """
-    variables = trained_variables(optimizer)
+    variables = exchanged_variables(optimizer)
     if mode.fragments > len(variables):
         raise ValueError(
             f"There are more fragments than variables. Received: fragments={mode.fragments} and an optimizer of "

@@ -8,8 +8,8 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.outer_optimizers import (
+    exchanged_variables,
     moving_averages,
-    trained_variables,
     update_anchors,
 )
 from tfdist.local_updates.background_exchange import BackgroundExchange
@@ -47,7 +47,7 @@ class SyncedOptimizer:
         self._strategy, self._reduction = strategy, reduction
         self._kept_share = mode.kept_share
         self._averages = moving_averages(optimizer)
-        self._constrained = OptimizerUpdate(optimizer, trained_variables(optimizer)).constrained_variables
+        self._constrained = OptimizerUpdate(optimizer, exchanged_variables(optimizer)).constrained_variables
         self.fragments = new_fragments(optimizer, mode)
         self.background = in_background(self.fragments)
         overlap_steps = mode.overlap_steps if self.background is not None else 0

@@ -20,7 +20,7 @@ from tfdist.parameter_server.loss_normalizers import LossNormalizers
 from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_window, max_running_pushes
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.scheduler import Scheduler
-from tfdist.parameter_server.step_results import LogPart, ResultPacking, combined, with_results
+from tfdist.parameter_server.step_results import LogPart, ResultPacking, combined_logs, with_results
 from tfdist.parameter_server.unsupported_features import reject_unsupported_model
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
@@ -378,7 +378,7 @@ class MetricSums:
             self._sums = [variable.numpy() for variable in self._model.metrics_variables]
         for of_part in metrics:
             self._sums = [total + np.asarray(part) for total, part in zip(self._sums, of_part, strict=True)]
-        self._logs = combined(logs, weights)
+        self._logs = combined_logs(logs, weights)
         self._is_new = self.has_results = True
 
     def next_number(self) -> int:

@@ -62,7 +62,7 @@ def named_log_part(model: keras.Model, logs: dict[str, Any]) -> LogPart:
     return {"values": logs, "is_result": is_result.reshape([len(names), len(results)])}
 
 
-def combined(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
+def combined_logs(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
     """Returns the logs of parts together: means of what can be averaged, otherwise the first part's values."""
     if len(parts) == 1:
         return parts[0]

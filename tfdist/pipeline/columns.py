@@ -17,7 +17,7 @@ from tfdist.keras_internals.placed_variables import (
     hold,
     holding,
     identity_of,
-    optimizers_of,
+    optimizer_and_loss_scale,
     shared_optimizer_variables,
 )
 from tfdist.pipeline.stage_functions import StageFunction
@@ -184,5 +184,5 @@ class MovedVariables:
 
 def optimizer_variables(optimizer: Any) -> list[keras.Variable]:
     """Returns all variables of an optimizer, and of the one inside a `LossScaleOptimizer`."""
-    inner, outer = optimizers_of(optimizer)
+    inner, outer = optimizer_and_loss_scale(optimizer)
     return list({id(one): one for one in [*inner.variables, *(outer.variables if outer else [])]}.values())

@@ -129,7 +129,7 @@ class DeviceProgram:
         self._captured = dict(zip(inputs[len(specs) :], concrete.captured_inputs, strict=True))
         sources = inputs if rank is None else [*inputs, rank.name]
         outputs = [tensor.name for tensor in tf.nest.flatten(results) if tensor is not None]
-        self.calls = parts_of(concrete.graph, sources, self._exchanges, outputs)
+        self.calls = parts_between_exchanges(concrete.graph, sources, self._exchanges, outputs)
         self.received = [_operation(exchange.received) for exchange in self._exchanges]
         starts = [number for number, exchange in enumerate(self._exchanges) if exchange.send is None]
         self._end_of_forward = starts[0] if starts else len(self._exchanges)
@@ -224,7 +224,7 @@ class Part:
     outputs: list[str]
 
 
-def parts_of(
+def parts_between_exchanges(
     graph: Any, sources: Sequence[str], exchanges: Sequence[Exchange], outputs: Sequence[str]
 ) -> list[list[Part]]:
     """Returns the parts of a traced function: before each exchange and after the last one, those to be called in turn.

@@ -117,7 +117,9 @@ def changed_states(
     return found
 
 
-def combined(variable: keras.Variable, of_columns: list[tf.Tensor], before: tf.Tensor, *, is_average: bool) -> Any:
+def combined_state(
+    variable: keras.Variable, of_columns: list[tf.Tensor], before: tf.Tensor, *, is_average: bool
+) -> Any:
     """Returns the state of all columns after a step.
 
     Args:

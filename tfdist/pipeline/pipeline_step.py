@@ -20,7 +20,7 @@ from tfdist.pipeline.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.pipeline.column_reduction import ColumnGradient, ColumnReduction
 from tfdist.pipeline.column_run import ColumnRun, CopyRun
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.layer_states import StageValues, changed_states, combined, read_values
+from tfdist.pipeline.layer_states import StageValues, changed_states, combined_state, read_values
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.pipeline.pipeline_schedule import tasks_of_stage
 from tfdist.pipeline.stage_functions import StageKind, StepFunctions
@@ -217,7 +217,7 @@ class _Batch:
             for key, values in states.items():
                 variable, before = variables[key], held_variable(variables[key])
                 with tf.device(before.device):
-                    new = combined(variable, values, before.read_value(), is_average=key in self._averaged)
+                    new = combined_state(variable, values, before.read_value(), is_average=key in self._averaged)
                 for held in before.in_columns:
                     record_transfer(WEIGHT, [new], held.device)
                     with tf.device(held.device):

@@ -10,7 +10,7 @@ from tfdist.keras_internals.compiled_loss import overridden_method, overrides_co
 from tfdist.keras_internals.keras_updates import overridden_update
 from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.model_introspection import is_made_under
-from tfdist.keras_internals.placed_variables import optimizers_of
+from tfdist.keras_internals.placed_variables import optimizer_and_loss_scale
 
 
 def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
@@ -61,7 +61,7 @@ def _check_optimizer(model: Any, strategy: Any) -> None:
             f"{'no optimizer' if model.optimizer is None else repr(model.optimizer.name)}. Expected: the model, the "
             "optimizer and `model.compile` within one `with strategy.scope():` block. Move them there."
         )
-    optimizer, _ = optimizers_of(model.optimizer)
+    optimizer, _ = optimizer_and_loss_scale(model.optimizer)
     method = overridden_update(optimizer)
     if method is not None:
         raise ValueError(

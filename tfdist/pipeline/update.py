@@ -13,7 +13,7 @@ from tfdist.compression.gradient_tensors import divided, values_of
 from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.keras_updates import averaged_variables, count_micro_step, positions_of_gradients
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
+from tfdist.keras_internals.placed_variables import held_variable, optimizer_and_loss_scale
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.device_updates import apply_by_device, average_by_device
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
@@ -30,7 +30,7 @@ def unscaling_of(optimizer: Any) -> Callable[[Any], Any]:
 
     Gradients are divided before they are compressed: residuals must not depend on a factor, which may change.
     """
-    inner, outer = optimizers_of(optimizer)
+    inner, outer = optimizer_and_loss_scale(optimizer)
     factor = inner.loss_scale_factor if outer is None else LossScale(outer).value
     if factor is None:
         return lambda gradient: gradient
@@ -39,7 +39,7 @@ def unscaling_of(optimizer: Any) -> Callable[[Any], Any]:
 
 def updates_weights(optimizer: Any) -> "int | tf.Tensor":
     """Returns 1 if the present step updates the weights, 0 if it only accumulates; an int or an int64 scalar."""
-    update = OptimizerUpdate(optimizers_of(optimizer)[0], [])
+    update = OptimizerUpdate(optimizer_and_loss_scale(optimizer)[0], [])
     steps = update.accumulation_steps
     return 1 if steps == 1 else tf.cast(tf.equal((update.micro_steps + 1) % steps, 0), tf.int64)
 
@@ -62,7 +62,7 @@ def update_columns(
         columns: The columns.
         compiles_large: Whether XLA may compile the updates of large variables on CPUs.
     """
-    inner, outer = optimizers_of(optimizer)
+    inner, outer = optimizer_and_loss_scale(optimizer)
     known = positions_of_gradients(inner, gradients[0], variables)
     chosen = [variables[index] for index in known]
     update = OptimizerUpdate(inner, chosen, None if outer is None else LossScale(outer))

@@ -6,7 +6,13 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, identity_of, optimizers_of
+from tfdist.keras_internals.placed_variables import (
+    compiled_optimizer,
+    held_variable,
+    hold,
+    identity_of,
+    optimizer_and_loss_scale,
+)
 from tfdist.keras_internals.updated_values import GATHERING
 from tfdist.pipeline.columns import Columns, JointUpdate, MovedVariables, optimizer_variables
 from tfdist.pipeline.stages import ModelStages
@@ -101,7 +107,7 @@ class ShardedColumns(Columns):
         """Raises an error if a step would compute something else on parts of variables than on complete ones."""
         if step != "train_step" or not self.axes:
             return
-        optimizer, _ = optimizers_of(model.optimizer)
+        optimizer, _ = optimizer_and_loss_scale(model.optimizer)
         if type(optimizer) not in _OPTIMIZERS:
             raise ValueError(
                 "An optimizer cannot update split variables, because its update of an element may depend on the "
