@@ -14,9 +14,16 @@ from tfdist.collectives.compressed_all_reduce import ENCODED_DTYPES
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices
 from tfdist.compression import Compressor, Dense, Group, Policy, WarmUp
 from tfdist.compression.gradient_tensors import all_finite, values_of
-from tfdist.pipeline.device_exchanges import exchanged_slices, gathered_from_columns, summed_over_columns
 from tfdist.pipeline.device_program import DeviceProgram, ExchangeRecord
-from tfdist.pipeline.transfers import DENSE, WEIGHT_GRADIENT, record_transfer, unrecorded
+from tfdist.pipeline.transfers import (
+    DENSE,
+    WEIGHT_GRADIENT,
+    exchanged_slices,
+    gathered_from_columns,
+    record_transfer,
+    summed_over_columns,
+    unrecorded,
+)
 
 
 class StateWrites:

@@ -17,11 +17,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.pipeline.device_exchanges import gathered_from_shards, summed_over_shards
 from tfdist.pipeline.device_program import ExchangeRecord
 from tfdist.pipeline.micro_batch_loss import current_stage_loss
 from tfdist.pipeline.stage_functions import is_differentiable
-from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT
+from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT, gathered_from_shards, summed_over_shards
 from tfdist.tensor_parallel.split_variable import part_size
 
 SUM, GATHER, _SEED = "sum", "gather", "seed"
