@@ -20,8 +20,8 @@ from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.keras_internals.placed_variables import held_variable, holding
 from tfdist.keras_internals.updated_values import UpdatedValue, slots_of, update_step, updates_elements
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.device_updates import SeparateFunctions, finish_update
 from tfdist.pipeline.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
+from tfdist.pipeline.update import SeparateFunctions, finish_update
 from tfdist.tensor_parallel.split_variable import SplitVariable
 
 
