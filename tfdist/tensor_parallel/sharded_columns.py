@@ -16,10 +16,9 @@ from tfdist.keras_internals.placed_variables import (
 from tfdist.keras_internals.updated_values import GATHERING
 from tfdist.pipeline.columns import Columns, JointUpdate, MovedVariables, optimizer_variables
 from tfdist.pipeline.stages import ModelStages
-from tfdist.tensor_parallel.shard_layout import ShardLayout
 from tfdist.tensor_parallel.sharded_stage import ShardedStageFunction
 from tfdist.tensor_parallel.split_updates import update_by_gathering, update_by_lamb
-from tfdist.tensor_parallel.split_variable import SplitVariable, part_shape
+from tfdist.tensor_parallel.split_variable import ShardLayout, SplitVariable, part_shape
 from tfdist.tensorflow_internals.placed_strategy import variable_like
 
 _OPTIMIZERS = (
