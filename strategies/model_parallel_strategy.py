@@ -29,8 +29,8 @@ from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.model_parallel_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.tensor_parallel.shard_table import shard_table
 from tfdist.tensor_parallel.sharded_columns import ShardedColumns
+from tfdist.tensor_parallel.sharded_stage import shard_table
 from tfdist.tensor_parallel.split_variable import ShardCreation, ShardLayout
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
