@@ -12,7 +12,7 @@ from tfdist.keras_internals.local_copies import InitialSlots, LocalCopies
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import update_counter
-from tfdist.parameter_server.federated_averaging import FederatedAveraging
+from tfdist.parameter_server.modes import FederatedAveraging
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.function_methods import inlined
 from tfdist.utils.temporary_values import setting

@@ -17,9 +17,9 @@ from tfdist.keras_internals.local_copies import InitialSlots
 from tfdist.keras_internals.scheduled_training import set_server_state
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.client_training import ClientInfo, train
-from tfdist.parameter_server.federated_averaging import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
+from tfdist.parameter_server.modes import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.scheduler import pause
 from tfdist.parameter_server.step_results import ResultPacking, named_log_part
