@@ -13,9 +13,8 @@ from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
-from tfdist.local_updates.synced_optimizer import SyncedOptimizer
+from tfdist.local_updates.synced_optimizer import Fragment, SyncedOptimizer, assign, read
 from tfdist.tensorflow_internals.finished_graphs import release_with
 from tfdist.tensorflow_internals.key_values import key_values
 
