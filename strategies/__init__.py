@@ -8,7 +8,7 @@ from tfdist.load_balancing.load_balancing_options import LoadBalancing  # noqa: 
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
 from tfdist.parameter_server.modes import (  # noqa: E402
     Asynchronous,
-    FederatedAveraging,  # noqa: E402
+    FederatedAveraging,
     Synchronous,
 )
 from tfdist.pipeline.pipeline import Pipeline  # noqa: E402

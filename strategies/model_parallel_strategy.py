@@ -19,9 +19,8 @@ from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.layer_costs import measured_costs
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.pipeline.pipeline_schedule import schedule_picture
-from tfdist.pipeline.placed_models import PlacedModels, check_model_for_stages
-from tfdist.pipeline.stage_table import stage_table, variable_bytes_by_device
-from tfdist.pipeline.stages import stages_of
+from tfdist.pipeline.placed_models import PlacedModels, check_model_for_stages, variable_bytes_by_device
+from tfdist.pipeline.stages import stage_table, stages_of
 from tfdist.pipeline.transfers import DENSE, UPDATES, LinkCounters
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve

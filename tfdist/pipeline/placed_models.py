@@ -1,5 +1,7 @@
 """The models of a strategy: whether their steps can run in stages, their stages, and where their variables are."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.keras_updates import overridden_update
 from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.model_introspection import is_made_under
-from tfdist.keras_internals.placed_variables import optimizer_and_loss_scale
+from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, optimizer_and_loss_scale
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.pipeline import Pipeline
@@ -172,3 +174,19 @@ def _unsupported_layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield "it uses the statistics of the complete batch (synchronized=True)", layer
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             yield "it passes states from batch to batch (stateful=True)", layer
+
+
+def variable_bytes_by_device(model: Any) -> dict[str, int]:
+    """Returns by the full name of a device the bytes of weights and of the optimizer's variables on it.
+
+    Args:
+        model: A Keras model. Its copies in other columns, and the parts of split variables, count where they are.
+    """
+    optimizer = compiled_optimizer(model)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    by_device: dict[str, int] = defaultdict(int)
+    for variable in {id(variable): variable for variable in variables}.values():
+        held = held_variable(variable)
+        for on_device in getattr(held, "in_columns", (held,)):
+            by_device[on_device.device] += math.prod(on_device.shape) * on_device.dtype.size
+    return dict(by_device)

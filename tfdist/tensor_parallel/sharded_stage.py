@@ -1,4 +1,4 @@
-"""A stage that several devices compute together, each with its parts of the variables, and a table of what they send."""
+"""A stage that several devices compute together, each with its parts of variables, and a table of what they send."""
 
 import contextlib
 import functools
