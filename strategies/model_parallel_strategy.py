@@ -17,8 +17,7 @@ from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.layer_costs import measured_costs
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import schedule_picture
+from tfdist.pipeline.pipeline import Pipeline, schedule_picture
 from tfdist.pipeline.placed_models import PlacedModels, check_model_for_stages, variable_bytes_by_device
 from tfdist.pipeline.stages import stage_table, stages_of
 from tfdist.pipeline.transfers import DENSE, UPDATES, LinkCounters

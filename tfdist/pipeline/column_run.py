@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.compression.gradient_tensors import added
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.pipeline.batch_rows import MicroBatch
-from tfdist.pipeline.pipeline_schedule import Task, execution_order
+from tfdist.pipeline.pipeline import Task, execution_order
 from tfdist.pipeline.stage_functions import StageFunction, StageInputs, StageResult, StepFunctions
 from tfdist.pipeline.stages import ModelStages, Stage
 from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, WEIGHT, record_transfer

@@ -20,8 +20,7 @@ from tfdist.pipeline.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.pipeline.column_reduction import ColumnGradient, ColumnReduction
 from tfdist.pipeline.column_run import ColumnRun, CopyRun, StageValues, changed_states, combined_state, read_values
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import tasks_of_stage
+from tfdist.pipeline.pipeline import Pipeline, tasks_of_stage
 from tfdist.pipeline.stage_functions import StageKind, StepFunctions
 from tfdist.pipeline.stages import ModelStages
 from tfdist.pipeline.transfers import (

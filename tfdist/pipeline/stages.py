@@ -11,8 +11,7 @@ import tensorflow as tf
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.pipeline.layer_costs import elements_of, layer_costs
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import most_held
+from tfdist.pipeline.pipeline import Pipeline, most_held
 from tfdist.utils.balanced_starts import balanced_starts
 from tfdist.utils.formatting import align_columns, format_bytes, format_count, short_device
 
