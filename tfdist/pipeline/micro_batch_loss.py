@@ -20,6 +20,7 @@ from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.utils.temporary_values import setting
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)
 
@@ -59,11 +60,8 @@ class _PartLoss(LossStep):
     def running(self, data: Any) -> Iterator[None]:
         """Scales the losses that are computed in the body from `data`, tensors whose first axis holds the samples."""
         self.observe(data, self._samples)
-        token = _current.set(self)
-        try:
+        with setting(_current, self):
             yield
-        finally:
-            _current.reset(token)
 
     @contextmanager
     def share_of(self, divisor: tf.Tensor) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Pipeline: the options of pipeline parallelism, and the order in which stages compute, as functions and as a picture."""
+"""Pipeline: the options of pipeline parallelism, and the order in which stages compute, as a function and a picture."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

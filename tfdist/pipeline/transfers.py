@@ -5,13 +5,14 @@ What is sent is recorded while a step is traced, and counted when it is executed
 
 import contextvars
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+from tfdist.utils.temporary_values import setting
 
 BATCH, ACTIVATION, ACTIVATION_GRADIENT = "batch_bytes", "activation_bytes", "activation_gradient_bytes"
 WEIGHT_GRADIENT, WEIGHT, PREDICTION = "weight_gradient_bytes", "weight_bytes", "prediction_bytes"
@@ -35,14 +36,9 @@ class Transfers:
         self._by_rows: dict[tuple[str, str, str], dict[Any, int]] = defaultdict(lambda: defaultdict(int))
         self._sizes: dict[tuple[str, str, str], list[tf.Tensor]] = defaultdict(list)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Records the transfers that the body announces by `record_transfer`."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return setting(_current, self)
 
     def add(self, kind: str, tensor: tf.Tensor, target: str, rows: Any, share: float) -> None:
         """Records a tensor; see `record_transfer`."""
@@ -80,11 +76,8 @@ def unrecorded(function: Callable[[], None]) -> Callable[[], None]:
     """Returns `function` such that the transfers which it announces are not recorded."""
 
     def called() -> None:
-        token = _current.set(None)
-        try:
+        with setting(_current, None):
             function()
-        finally:
-            _current.reset(token)
 
     return called
 
