@@ -26,16 +26,10 @@ class _Step(LossStep):
     """How the losses of a step are scaled. The gradients of parts are averaged, so a scaled loss is a mean."""
 
     scaled_degree = 0
+    mean_scale = 1  # what Keras divides by the number of replicas stays as it is
 
     def __init__(self) -> None:
-        self.fraction: Any = 1
-        self.sum_scale: Any = 1
         self._graph = tf.compat.v1.get_default_graph()
-
-    @property
-    def mean_scale(self) -> Any:
-        """What Keras divides by the number of replicas stays as it is."""
-        return 1
 
     @property
     def weight(self) -> Any:

@@ -8,7 +8,7 @@ of the batch are computed beforehand, from masks, targets and weights alone.
 
 import contextvars
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -20,7 +20,7 @@ from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.pruned_function import PrunedFunction
-from tfdist.utils.temporary_values import setting
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)
 
@@ -39,40 +39,25 @@ class _PartLoss(LossStep):
 
     has_totals = True
     samples_are_static = False  # the loss of an output stays a part
+    mean_scale: Any = None
+    number_of_samples: Any = None
 
     def __init__(self, fraction: tf.Tensor, is_real: tf.Tensor, samples: Any) -> None:
-        self.fraction, self._fraction_of_samples = fraction, fraction
-        self.sum_scale = is_real
-        self._samples = samples
+        self.fraction = self.mean_scale = fraction
+        self.sum_scale, self.number_of_samples = is_real, samples
         self.num_divisors = 0
-
-    @property
-    def mean_scale(self) -> Any:
-        """The fraction of the samples of the batch."""
-        return self._fraction_of_samples
-
-    @property
-    def number_of_samples(self) -> Any:
-        """The number of rows of the micro-batch."""
-        return self._samples
 
     @contextmanager
     def running(self, data: Any) -> Iterator[None]:
         """Scales the losses that are computed in the body from `data`, tensors whose first axis holds the samples."""
-        self.observe(data, self._samples)
+        self.observe(data, self.number_of_samples)
         with setting(_current, self):
             yield
 
-    @contextmanager
-    def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
+    def share_of(self, divisor: tf.Tensor) -> AbstractContextManager[None]:
         """Sets `fraction` to this part's share of `divisor`, a float32 scalar, of the batch."""
-        before = self.fraction
         divisor = times(tf.stop_gradient(divisor), self.sum_scale)
-        self.fraction = tf.math.divide_no_nan(divisor, self.total_of(divisor))
-        try:
-            yield
-        finally:
-            self.fraction = before
+        return setting_attributes(self, fraction=tf.math.divide_no_nan(divisor, self.total_of(divisor)))
 
     def total_of(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum over all micro-batches of `value`, a float scalar."""
