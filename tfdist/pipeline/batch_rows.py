@@ -45,11 +45,7 @@ def are_even(parts: Sequence[MicroBatch]) -> bool:
 
 
 def micro_batches_of(batch: Any, parts: int) -> list[MicroBatch]:
-    """Splits the rows of a batch into nearly equal parts, in order.
-
-    Args:
-        batch: A structure of tensors with the same number of rows.
-        parts: The number of micro-batches.
+    """Splits the rows of a batch, a structure of tensors, into `parts` nearly equal parts, in order.
 
     Raises:
         ValueError: A leaf is not a dense tensor with rows, or the numbers of rows differ.

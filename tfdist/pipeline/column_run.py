@@ -34,14 +34,7 @@ class StageValues:
     def __init__(
         self, stage: Stage, values: list[tf.Tensor], trainable: Collection[int], averaged: Collection[int]
     ) -> None:
-        """Starts with the values before the step.
-
-        Args:
-            stage: The stage.
-            values: Of its variables.
-            trainable: The ids of the variables that are trained.
-            averaged: The ids of moving statistics.
-        """
+        """Starts with `values` before the step; `trainable`, and the moving statistics `averaged`, are ids."""
         self.current = values
         self.trainable = [i for i, variable in enumerate(stage.variables) if id(variable) in trainable]
         self._positions = {id(variable): i for i, variable in enumerate(stage.variables)}
@@ -73,14 +66,7 @@ def read_values(
 ) -> list[tf.Tensor]:
     """Returns the values of a stage's variables on its device, each read once where it is.
 
-    Stages that share a random generator, and columns, draw different numbers.
-
-    Args:
-        stages: All stages.
-        stage: The one that reads.
-        devices: By stage, in this column.
-        seeds: The ids of the states of random generators.
-        column: The number of the column.
+    Stages that share a random generator, and columns, draw different numbers; `seeds` are ids of states of generators.
     """
     values = []
     for variable in stage.variables:
@@ -124,14 +110,7 @@ def changed_states(
 def combined_state(
     variable: keras.Variable, of_columns: list[tf.Tensor], before: tf.Tensor, *, is_average: bool
 ) -> Any:
-    """Returns the state of all columns after a step.
-
-    Args:
-        variable: The variable.
-        of_columns: Its state in each column.
-        before: Its value before the step.
-        is_average: Whether it is a moving statistic, of which each column has its share.
-    """
+    """Returns the state of a variable in all columns after a step; of an average, each column has its share."""
     if len(of_columns) == 1:
         return of_columns[0]
     if is_average or variable.aggregation in ("sum", "mean"):
@@ -181,15 +160,10 @@ class CopyRun:
         micro_batches: Sequence[MicroBatch],
         loss_scale: tf.Tensor | None,
     ) -> None:
-        """Prepares a run.
+        """Prepares a run; `devices` and `values` of variables are by column and stage.
 
-        Args:
-            functions: Those of the stages.
-            devices: By column and stage.
-            values: By column and stage, the values of variables.
-            micro_batches: Those of this copy.
-            loss_scale: The gradient of the scaled loss with respect to the loss, a float32 scalar; None if nothing is
-                differentiated.
+        The `loss_scale` is the gradient of the scaled loss with respect to the loss, a float32 scalar; None if nothing
+        is differentiated.
         """
         self.columns = [ColumnRun(of_column) for of_column in values]
         self.accuracies: Sequence[Any] = ()
@@ -198,12 +172,10 @@ class CopyRun:
         self._passes: dict[tuple[int, int], tuple[StageFunction, Any]] = {}  # what the backward pass needs
 
     def run(self, orders: Sequence[Sequence[Task]], x: Sequence[tf.Tensor], data: Any) -> None:
-        """Adds all passes to the graph.
+        """Adds all passes to the graph. Each task of a stage in `orders` waits until the one before has ended.
 
-        Args:
-            orders: By stage, its tasks in their order. Each task waits until the one before has ended.
-            x: The inputs of the batch, as the model's graph has them.
-            data: Inputs, targets and weights of the batch for the losses, or None.
+        `x` are the inputs of the batch, as the model's graph has them, `data` inputs, targets and weights for losses,
+        or None.
         """
         for number, micro_batch in enumerate(self._micro_batches):
             rows = micro_batch.rows(list(x))

@@ -44,11 +44,6 @@ class Columns:
     axes: Mapping[int, int] = {}
 
     def __init__(self, devices: Sequence[Sequence[str]]) -> None:
-        """Creates the columns.
-
-        Args:
-            devices: By column and stage.
-        """
         self.devices = devices
         self._variables: list[keras.Variable] = []
 
@@ -61,11 +56,8 @@ class Columns:
         A variable is moved once. Functions that were traced then use it where it is, so it stays there if another model
         shares it, or if the same model is cut otherwise: for that one another stage's device may hold it.
 
-        Args:
-            model: The model.
-            stages: Its stages.
-            chief: The device of the optimizer's scalars.
-            colocated_with: By the id of a slot, the id of its weight. Slots that were moved are removed.
+        Scalars of the optimizer are on the chief. `colocated_with` has by the id of a slot the id of its weight; slots
+        that were moved are removed from it.
         """
         devices, moved = self.devices[0], MovedVariables()
         for variable in stages.variables:

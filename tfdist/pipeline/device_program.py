@@ -54,17 +54,12 @@ class ExchangeRecord:
         return self.rank
 
     def add(self, tensor: tf.Tensor, shape: Any, of_received: Any, send: Send | None, rejection: str) -> tf.Tensor:
-        """Records an exchange, and returns what a device receives.
+        """Records an exchange, and returns what a device receives, of the shape `of_received`.
 
-        Args:
-            tensor: What a device sends.
-            shape: The shape of it.
-            of_received: The shape of what it receives.
-            send: As `Exchange.send`.
-            rejection: What is wrong within a condition or a loop.
+        A device sends `tensor`, whose shape the caller knows.
 
         Raises:
-            ValueError: It is there.
+            ValueError: It is within a condition or a loop; the message is `rejection`.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(rejection)
@@ -144,11 +139,8 @@ class DeviceProgram:
     ) -> tuple[list[Any], "ProgramState"]:
         """Adds the forward pass of all devices to the graph.
 
-        Args:
-            arguments: By device, on it.
-            devices: Their full names.
-            after: By device, the operations for which it waits; by default none.
-            rows: The number of samples, if it is not static.
+        `arguments`, `devices` and the operations `after` which it begins are by device; `rows` is the number of
+        samples, if it is not static.
 
         Returns:
             By device the results, and what the backward pass needs.
@@ -169,15 +161,9 @@ class DeviceProgram:
     def backward(
         self, state: "ProgramState", seeds: Sequence[Sequence[tf.Tensor]], after: Sequence[list[tf.Operation]]
     ) -> list[Any]:
-        """Adds the backward pass of all devices to the graph.
+        """Adds the backward pass of all devices to the graph, and returns by device the gradients.
 
-        Args:
-            state: That of the forward pass.
-            seeds: By device, what it receives at the exchanges without `send`, in their order.
-            after: By device, the operations for which it waits.
-
-        Returns:
-            By device, the gradients.
+        `seeds` are by device what it receives at the exchanges without `send`, in their order.
         """
         names = [exchange.received for exchange in self._exchanges if exchange.send is None]
         for tensors, of_device in zip(state.known, seeds, strict=True):
@@ -227,13 +213,9 @@ class Part:
 def parts_between_exchanges(
     graph: Any, sources: Sequence[str], exchanges: Sequence[Exchange], outputs: Sequence[str]
 ) -> list[list[Part]]:
-    """Returns the parts of a traced function: before each exchange and after the last one, those to be called in turn.
+    """Returns the parts of a traced graph: before each exchange and after the last one, those to be called in turn.
 
-    Args:
-        graph: Its graph.
-        sources: The names of its inputs, and of the number of the device.
-        exchanges: Where it is cut.
-        outputs: The names of its results.
+    `sources` are the names of its inputs, and of the number of the device, `outputs` those of its results.
     """
     number = {_operation(name): 0 for name in sources}
     number |= {_operation(exchange.received): index + 1 for index, exchange in enumerate(exchanges)}
@@ -300,12 +282,7 @@ class _CutGraph:
         return [(urgent, {*returned, *passed}), (rest, returned)]
 
     def part(self, operations: list[tf.Operation], returned: Collection[str]) -> Part:
-        """Returns operations as a function that is neither inlined nor ordered after others.
-
-        Args:
-            operations: Those that it computes, beside the constants that they need.
-            returned: The names of the tensors that others take.
-        """
+        """Returns operations, with the constants that they need, as a function that is neither inlined nor ordered."""
         names = {operation.name for operation in operations}
         taken = {tensor.name: tensor for operation in operations for tensor in operation.inputs}
         outside = [tensor for tensor in taken.values() if tensor.op.name not in names]

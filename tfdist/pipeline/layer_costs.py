@@ -17,11 +17,7 @@ _RESOLUTION = 10**6  # a cost counts in millionths of the sum
 
 
 def layer_costs(calls: Sequence[LayerCall], given: Mapping[str, float] | None) -> list[int]:
-    """Returns by call its cost, on any scale.
-
-    Args:
-        calls: The layer calls of a model.
-        given: By the name of a layer the cost of each of its calls; other layers cost nothing. None: estimated.
+    """Returns by call its cost, on any scale: estimated, or `given` by the name of a layer; other layers cost nothing.
 
     Raises:
         ValueError: A name is not that of a layer.
@@ -61,15 +57,11 @@ _REPETITIONS = 5
 
 
 def measured_costs(graph: FunctionalGraph, x: Any, device: str) -> dict[str, float]:
-    """Returns by the name of a layer the seconds that one call of it takes, forward and backward.
+    """Returns by the name of a layer the seconds that one call of it takes on `device`, forward and backward.
 
     Each layer is computed in training, in a separate function: once to compile it, then five times, of which the
-    shortest counts. Masks of its inputs are left out. Weights and states do not change.
-
-    Args:
-        graph: The graph of the model.
-        x: The inputs of a micro-batch, tensors.
-        device: Where layers are computed.
+    shortest counts. Masks of its inputs are left out. Weights and states do not change. `x` are the inputs of a
+    micro-batch.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     values = dict(zip(map(id, graph.inputs), graph.flat_inputs(x), strict=True))

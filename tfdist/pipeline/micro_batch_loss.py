@@ -78,14 +78,7 @@ class MicroBatchLoss(_PartLoss):
     recomputes = True
 
     def __init__(self, fraction: tf.Tensor, is_real: tf.Tensor, samples: Any, divisors: tf.Tensor) -> None:
-        """Creates the scaling.
-
-        Args:
-            fraction: The samples of the micro-batch divided by those of the batch, a float32 scalar.
-            is_real: 1, or 0 if the micro-batch has no samples and computes on those of another one; float32.
-            samples: The number of rows, an int or an int32 scalar.
-            divisors: Those of the batch, in the order in which the losses use them, a float32 vector.
-        """
+        """Scales by the arguments of a stage, see `StageInputs`; `samples` is an int or an int32 scalar."""
         super().__init__(fraction, is_real, samples)
         self._divisors = divisors
 
@@ -111,18 +104,13 @@ class DivisorRecording(_PartLoss):
 
 
 def divisors_of(model: Any, graph: FunctionalGraph, batch: Any, number: int, *, training: bool) -> tf.Tensor:
-    """Returns the divisors of a batch, a float32 vector, in the order in which the losses use them.
+    """Returns the `number` divisors of a batch, a float32 vector, in the order in which the losses use them.
 
     The model is traced on the complete batch, and the trace is pruned to what the divisors need. For the mask of an
     `Embedding` that is the comparison of ids with zero. The losses get tensors of one number in place of the outputs,
     with their shapes and masks: a divisor may depend on the shape of an output, as that of `ignore_class` does.
 
-    Args:
-        model: The compiled model.
-        graph: Its graph.
-        batch: The inputs as the graph has them, and inputs, targets and weights for the losses.
-        number: How many divisors a micro-batch has.
-        training: Whether layers compute as in training.
+    The `batch` has the inputs as the graph has them, and inputs, targets and weights for the losses.
 
     Raises:
         ValueError: A divisor depends on the model's weights.

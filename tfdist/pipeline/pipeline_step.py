@@ -302,23 +302,12 @@ class JoinedRows:
     """The tensors of a batch that were joined in one step."""
 
     def __init__(self, parts: Sequence[MicroBatch], rows: int | None, device: str) -> None:
-        """Starts with none.
-
-        Args:
-            parts: All micro-batches, in order.
-            rows: The number of rows of the batch; None if it is not static.
-            device: Where they are joined.
-        """
+        """Starts with none; `parts` are all micro-batches, in order, of `rows` rows, or None if that is not static."""
         self._parts, self._rows, self._device = parts, rows, device
         self._joined: list[tuple[str, tf.Tensor, Sequence[tf.Tensor]]] = []
 
     def join(self, kind: str, of_micro_batches: Sequence[Any]) -> Any:
-        """Returns the rows of the batch; None for None.
-
-        Args:
-            kind: As what `record` records them.
-            of_micro_batches: By micro-batch its rows, or None.
-        """
+        """Returns the rows of all micro-batches, which `record` records as a `kind`; None for None."""
         if of_micro_batches[0] is None:
             return None
         with tf.device(self._device):
@@ -343,12 +332,6 @@ def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequen
 
     These are all columns. Of columns that share a copy of the model, each sums its own gradients with those of the
     columns in the same place: first all variables of the first place follow each other, then those of the next one.
-
-    Args:
-        model: The Keras model.
-        stages: Its stages.
-        columns: Its columns.
-        runs: By column, what it has computed.
     """
     of_columns = [_of_variables(stages, columns, run, column) for column, run in enumerate(runs)]
     unscale, gradients = unscaling_of(model.optimizer), []

@@ -68,12 +68,7 @@ class PlacedModels:
         return placed if owner is self else None
 
     def step(self, model: Any, x: Any, name: str) -> PipelineStep:
-        """Returns the steps of a model whose variables, also new ones, are in their place.
-
-        Args:
-            model: The Keras model.
-            x: The inputs of a batch.
-            name: Which of them is used: "train_step", "test_step" or "predict_step".
+        """Returns the steps of a model for inputs like `x`, whose variables, also new ones, are in their place.
 
         Raises:
             ValueError: The model has no graph, or too few layers, or cannot be trained in its columns.
@@ -95,12 +90,7 @@ class PlacedModels:
 
 
 def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
-    """Raises an error if a step of `model` cannot run in stages.
-
-    Args:
-        model: The Keras model.
-        strategy: The strategy that runs the step.
-        step: "train_step", "test_step" or "predict_step".
+    """Raises an error if a step of `model`, such as "train_step", cannot run in stages.
 
     Raises:
         ValueError: The message gives the reason and the remedy.
@@ -179,8 +169,7 @@ def _unsupported_layers(model: Any) -> Iterator[tuple[str, Any]]:
 def variable_bytes_by_device(model: Any) -> dict[str, int]:
     """Returns by the full name of a device the bytes of weights and of the optimizer's variables on it.
 
-    Args:
-        model: A Keras model. Its copies in other columns, and the parts of split variables, count where they are.
+    Copies in other columns, and the parts of split variables, count where they are.
     """
     optimizer = compiled_optimizer(model)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]

@@ -118,11 +118,8 @@ class StageFunction:
     ) -> tuple[Sequence[StageResult], Any]:
         """Adds the forward pass of a micro-batch to the graph.
 
-        Args:
-            arguments: By device, on it.
-            devices: The full names of the devices that compute the stage together; here one.
-            after: By device, the operations for which it waits.
-            rows: The number of samples, if it is not static.
+        `arguments`, `devices` (here one) and the operations `after` which it begins are by device; `rows` is the number
+        of samples, if it is not static.
 
         Returns:
             By device the results, and what the backward pass needs.
@@ -147,10 +144,10 @@ class StageFunction:
     def backward(
         self, to_differentiate: Any, seeds: Sequence[Sequence[Any]], after: Sequence[list[tf.Operation]]
     ) -> list[list[Any]]:
-        """Adds the backward pass of a micro-batch to the graph.
+        """Adds the backward pass of a micro-batch to the graph, from what `forward` has returned to differentiate.
 
         Args:
-            to_differentiate: What `forward` has returned.
+            to_differentiate: See `forward`.
             seeds: By device, the gradients of the outputs and of the stage's loss; None without one.
             after: By device, the operations for which it waits.
 
@@ -244,11 +241,7 @@ class StageFunction:
 
 
 class StepFunctions:
-    """The functions of all stages. Each is traced when the first micro-batch reaches its stage.
-
-    Attributes:
-        stages: The stages.
-    """
+    """The functions of all `stages`. Each is traced when the first micro-batch reaches its stage."""
 
     def __init__(
         self,
@@ -265,7 +258,7 @@ class StepFunctions:
             model: The Keras model.
             stages: Its stages.
             kind: Which functions are traced.
-            batch: Of the complete batch the inputs as the graph has them, and inputs, targets and weights for losses.
+            batch: As for `divisors_of`.
             chief: The device of the divisors.
             trace: Creates the function of a stage, as `StageFunction` does.
         """
@@ -377,10 +370,8 @@ def _check_captures(function: Any, stage: Stage) -> None:
 def tables_of_fixed_rows(traced: Any, tables: int, received: Iterable[str] = ()) -> set[int]:
     """Returns the positions of the tables whose rows do not depend on the values of the other arguments.
 
-    Args:
-        traced: A concrete function.
-        tables: How many of its first arguments are tables.
-        received: The names of further operations whose values may differ in each call.
+    The first `tables` arguments of the `traced` function are tables. The values of operations that are `received` may
+    differ in each call, too.
     """
     own = traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
     positions = {tensor.op.name: position for position, tensor in enumerate(own[:tables])}

@@ -93,12 +93,7 @@ class ModelStages:
 
 
 def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[keras.Variable] = ()) -> ModelStages:
-    """Cuts a model as the options of the pipeline say.
-
-    Args:
-        graph: The graph of the model.
-        pipeline: The options.
-        of_loss: Variables that the loss on the last stage uses, beside those of layers.
+    """Cuts a model as the options of the pipeline say; `of_loss` are variables that only the loss uses.
 
     Raises:
         ValueError: The model has too few layers, or not the layers that the cuts or the costs name.
@@ -138,10 +133,8 @@ def _unique(items: Any) -> tuple[Any, ...]:
 def named_starts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:
     """Returns where stages begin whose first layers the user has named.
 
-    Args:
-        names: By position, the name of the layer; of a layer inside of a nested model the names of both, "model/layer".
-        cuts: The names of the first layers of stages 1 and following. A nested model stands for its first layer, and
-            a layer's own name is sufficient if it is unique.
+    The name of a layer inside of a nested model is "model/layer". In `cuts` a nested model stands for its first layer,
+    and a layer's own name is sufficient if it is unique.
 
     Raises:
         ValueError: A name is unknown or not unique, or the order differs from that of the layers.
@@ -189,13 +182,7 @@ _HEADINGS = ("stage", "device", "layers", "parameters", "cost", "sends/sample", 
 
 
 def stage_table(stages: ModelStages, pipeline: Pipeline, columns: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a table of the stages, with the expected bubble.
-
-    Args:
-        stages: The stages of a model.
-        pipeline: The options of the pipeline.
-        columns: By column and stage, the device.
-    """
+    """Yields the lines of a table of the stages, whose devices are by column and stage, with the expected bubble."""
     of_calls = iter(layer_costs(stages.graph.calls, pipeline.costs))
     costs = [sum(next(of_calls) for _ in stage.calls) for stage in stages.stages]
     total = max(sum(costs), 1)

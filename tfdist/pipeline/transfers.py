@@ -120,13 +120,7 @@ class LinkCounters:
     def add(
         self, step: str, sent: Mapping[tuple[str, str, str], "int | tf.Tensor"], updates: "int | tf.Tensor" = 0
     ) -> None:
-        """Counts one step. Call this while it is traced.
-
-        Args:
-            step: "train_step", "test_step" or "predict_step".
-            sent: Bytes by source, target and kind; ints or int64 scalars.
-            updates: 1 if the step updates the weights, otherwise 0; an int or an int64 scalar.
-        """
+        """Counts one step, such as "train_step", and whether it updates the weights. Call this while it is traced."""
         numbers = {(step, *key): number for key, number in sent.items()} | {(step, "", "", UPDATES): updates}
         keys = tuple(numbers)
         with tf.device(self._chief):
@@ -142,12 +136,9 @@ class LinkCounters:
             self._counters[keys].assign_add(added)
 
     def count(self, step: str | None = None) -> dict[tuple[str, str], dict[str, int]]:
-        """Returns what was counted so far by source and target, and by kind. Call this eagerly.
+        """Returns what all steps, or one kind of them, have sent by source and target, and by kind. Call this eagerly.
 
         Updates are under `("", "")`.
-
-        Args:
-            step: The kind of steps; None for all.
         """
         totals: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for keys, counter in self._counters.items():
@@ -163,13 +154,7 @@ _SLICED_FROM = 1 << 14  # elements; the slices of a smaller gradient cost more t
 def summed_over_columns(
     gradients: Sequence[Any], devices: Sequence[str], kinds: Sequence[str] = (WEIGHT_GRADIENT, DENSE)
 ) -> list[Any]:
-    """Returns for each column the sum of all columns' gradients of a variable.
-
-    Args:
-        gradients: By column, dense or `tf.IndexedSlices`; None if a column has none.
-        devices: By column, where the variable is.
-        kinds: As what the transfers are recorded.
-    """
+    """Returns for each column the sum of all columns' gradients of a variable, dense or rows; None if none has one."""
     present = [(one, device) for one, device in zip(gradients, devices, strict=True) if one is not None]
     if not present:
         return [None] * len(devices)
@@ -193,15 +178,10 @@ def summed_over_columns(
 
 
 def summed_over_shards(tensors: Sequence[tf.Tensor], devices: Sequence[str], rows: Any, *, kind: str) -> list[Any]:
-    """Returns for each device of a stage the sum of all tensors.
+    """Returns for each device of a stage the sum of all tensors, which have equal shapes.
 
-    With two devices, or an axis of features that is not divisible, each sends its tensor to all others.
-
-    Args:
-        tensors: By device, of equal shapes.
-        devices: Their full names.
-        rows: The size of the first axis if it is not static.
-        kind: As what the transfers are recorded.
+    With two devices, or an axis of features that is not divisible, each sends its tensor to all others. `rows` is the
+    size of the first axis if it is not static.
     """
     ways, width = len(devices), tensors[0].shape[-1] if tensors[0].shape.rank else None
     if ways == 2 or width is None or width % ways:
@@ -224,15 +204,7 @@ def gathered_from_columns(tensors: Sequence[tf.Tensor], devices: Sequence[str]) 
 
 
 def exchanged_slices(slices: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
-    """Sends slice `i` of each column to column `i`.
-
-    Args:
-        slices: By column, of shape `[columns, length]`.
-        devices: By column.
-
-    Returns:
-        By column, the slices that it has received, in the order of the columns.
-    """
+    """Sends slice `i` of each column, of shape `[columns, length]`, to column `i`, which stacks them in order."""
     sent = []
     for tensor, device in zip(slices, devices, strict=True):
         with tf.device(device):

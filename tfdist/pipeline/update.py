@@ -93,7 +93,6 @@ class ColumnUpdate:
     exchanges_micro_steps = True
 
     def __init__(self, update: OptimizerUpdate, columns: Columns, *, compiles_large: bool) -> None:
-        """Updates the variables of `update`; see `update_columns`."""
         self.update, self._columns = update, columns
         self._optimizer, self._variables = update.optimizer, update.variables
         # XLA rounds differently on CPUs with different instructions, but columns must stay bit-identical.
@@ -200,11 +199,8 @@ def apply_by_device(
 ) -> None:
     """Decays and updates variables, applies their constraints, and updates their moving averages.
 
-    Args:
-        optimizer: The optimizer, without its loss scale.
-        variables: Those that have a gradient.
-        gradients: Clipped, on the devices of their variables.
-        compiles_large: Whether XLA compiles the updates of large variables on CPUs.
+    The optimizer is without its loss scale. Gradients are clipped, and on the devices of their variables. XLA compiles
+    the updates of large variables on CPUs if `compiles_large`.
     """
     if has_own_update_step(optimizer):  # which must run once for all variables
         return _apply(optimizer, list(variables), False, list(gradients))
@@ -218,12 +214,7 @@ def apply_by_device(
 
 
 def average_by_device(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
-    """Updates the moving averages of variables without a gradient, which Keras averages, too.
-
-    Args:
-        optimizer: The optimizer, without its loss scale.
-        variables: The variables.
-    """
+    """Updates the moving averages of variables without a gradient, which Keras averages, too."""
     separate = SeparateFunctions(optimizer)
     for device, positions in _by_device(variables).items():
         with tf.device(device):
