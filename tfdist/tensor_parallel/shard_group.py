@@ -89,11 +89,7 @@ class ShardGroup(ExchangeRecord):
     def gather(self, tensor: tf.Tensor, axis: int, size: int | None = None, *, has_samples: bool = True) -> tf.Tensor:
         """Returns the whole tensor of a split one.
 
-        Args:
-            tensor: The part.
-            axis: The split axis.
-            size: The size of the whole axis, without padding; by default there is none.
-            has_samples: False for the value of a variable.
+        `size` is that of the whole `axis`, if it is padded. The value of a variable has no samples.
         """
         if not is_differentiable(tensor):
             return _marked(self._gathered(tensor, axis, size), tensor)

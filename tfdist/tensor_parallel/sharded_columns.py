@@ -34,12 +34,6 @@ class ShardedColumns(Columns):
     """See `Columns`; `layout.ways` neighbouring columns share a copy."""
 
     def __init__(self, devices: Sequence[Sequence[str]], layout: ShardLayout) -> None:
-        """Creates the columns.
-
-        Args:
-            devices: By column and stage.
-            layout: Which variables neighbouring columns split.
-        """
         super().__init__(devices)
         self.ways, self._layout = layout.ways, layout
         self._weight_of_slot: dict[str, str] = {}  # of slots that are not split yet, by their ids

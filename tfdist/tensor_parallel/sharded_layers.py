@@ -92,12 +92,7 @@ def takes_parts(operation: Any, axis: int) -> bool:
 
 
 def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
-    """Yields the layers of a layer call that compute on parts of variables.
-
-    Args:
-        operation: The layer or operation that a model calls.
-        axes: By the id of a split variable its axis.
-    """
+    """Yields the layers of a layer call that compute on parts of variables; `axes` is by the id of a split one."""
     if is_attention(operation) and _is_split_by_heads(operation, axes) and not is_rematerialized(operation):
         inner = [*projections_of(operation), output_projection_of(operation)]
         if all(map(_is_plain, inner)):
@@ -125,9 +120,8 @@ def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:
 
 def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., Any]:
     """Returns what takes the place of the `call` of one of `aware_layers`."""
-    if isinstance(layer, keras.layers.Embedding):
-        return embedding_call(layer, group, axes)
-    return partial(_contracted, layer, group, axes)
+    of_embedding = _reversible if is_reversible(layer) else _looked_up
+    return partial(of_embedding if isinstance(layer, keras.layers.Embedding) else _contracted, layer, group, axes)
 
 
 @dataclass(frozen=True)
@@ -215,14 +209,8 @@ def dropped(
 ) -> tf.Tensor:
     """Dropout of a tensor that is split along `axis`: the part of the mask that one process would draw.
 
-    Args:
-        layer: The Dropout layer.
-        call: Its own `call`.
-        group: The group.
-        inputs: The split tensor.
-        training: As in the call of a layer.
-        axis: The split axis.
-        size: Its size on all devices together; None if they have equal parts without padding.
+    The `call` is that of the Dropout layer itself. `size` is that of the axis on all devices together; None if they
+    have equal parts without padding.
     """
     if not training or not layer.rate:
         return inputs
@@ -292,17 +280,6 @@ def is_reversible(layer: Any) -> bool:
 def is_embedding(layer: Any) -> bool:
     """Whether a layer is an embedding that can be computed from parts."""
     return type(layer) is keras.layers.Embedding or is_reversible(layer)
-
-
-def embedding_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., tf.Tensor]:
-    """Returns what takes the place of the `call` of an embedding.
-
-    Args:
-        layer: A layer for which `is_embedding`.
-        group: Exchanges tensors.
-        axes: By the id of a split variable its axis.
-    """
-    return partial(_reversible if is_reversible(layer) else _looked_up, layer, group, axes)
 
 
 def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor) -> tf.Tensor:

@@ -59,6 +59,7 @@ class ShardedStageFunction(StageFunction):
         split: By the position among the stage's outputs, the outputs of the model that stay split.
     """
 
+    _group: ShardGroup
     recomputes = False  # `tf.gradients` of one graph for both passes gives no gradients through such functions
 
     def __init__(
@@ -71,22 +72,14 @@ class ShardedStageFunction(StageFunction):
         axes: Mapping[int, int],
         ways: int,
     ) -> None:
-        """Traces the function for arguments like `example`.
+        """Traces the function for arguments of one device like `example`; `ways` devices share the stage.
 
-        Args:
-            model: The Keras model.
-            stages: Its stages.
-            stage: This one.
-            kind: Which function is traced.
-            example: The arguments of one device.
-            axes: By the id of a split variable its axis.
-            ways: How many devices share the stage.
+        `axes` has by the id of a split variable its axis.
 
         Raises:
             ValueError: As `StageFunction`; or a split layer is in a condition, a loop or a rematerialized layer.
         """
         self._axes, self._ways = axes, ways
-        self._group: ShardGroup | None = None
         self._targets: list[int] = []  # outputs whose gradients the backward pass takes; that of the loss follows them
         self.exchanges: list[ShardExchange] = []
         self.split: dict[int, SplitOutput] = {}
@@ -180,7 +173,7 @@ class ShardedStageFunction(StageFunction):
         kept = {id(stage.outputs[position]) for position in self.split}
         for symbolic in (*stage.outputs, *self._stages.graph.outputs):
             if id(symbolic) in symbols and id(symbolic) not in kept:
-                self._known_group.layer = symbols[id(symbolic)]
+                self._group.layer = symbols[id(symbolic)]
                 values[id(symbolic)] = self._whole(values[id(symbolic)], symbolic)
         return values
 
@@ -203,11 +196,11 @@ class ShardedStageFunction(StageFunction):
     def _compiled_loss(self, step: Any, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
         calls: dict[int, SplitCrossentropy] = {}
         for position, output in self.split.items():
-            self._known_group.layer = f"loss {output.number}"
+            self._group.layer = f"loss {output.number}"
             for index, options in output.losses.items():
                 with_choices = output.metrics == CHOICES and position not in self._of_losses
                 size = self.stage.outputs[position].shape[-1]
-                calls[index] = SplitCrossentropy(self._known_group, size=size, **options, with_choices=with_choices)
+                calls[index] = SplitCrossentropy(self._group, size=size, **options, with_choices=with_choices)
                 self._of_losses.setdefault(position, calls[index])
         with replaced_losses(self._model, calls):
             return super()._compiled_loss(step, data, values)
@@ -219,12 +212,12 @@ class ShardedStageFunction(StageFunction):
                 of_loss, part = self._of_losses.get(position), values[id(self.stage.outputs[position])]
                 of_output = None if of_loss is None else of_loss.choices
                 if of_output is None:
-                    of_output = choices_of_parts(part, self._known_group, self.stage.outputs[position].shape[-1])
+                    of_output = choices_of_parts(part, self._group, self.stage.outputs[position].shape[-1])
                 choices.append(of_output)
         return choices
 
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
-        group = self._known_group
+        group = self._group
         group.layer = call.name
         known = aware_layers_of(call, self._axes, training=self._kind.training)
         aware = known.layers
@@ -249,7 +242,7 @@ class ShardedStageFunction(StageFunction):
 
     def _dropped(self, layer: Any, axis: int, size: int | None) -> Any:
         call = type(layer).call.__get__(layer)
-        return lambda x, training=False: dropped(layer, call, self._known_group, x, training, axis=axis, size=size)
+        return lambda x, training=False: dropped(layer, call, self._group, x, training, axis=axis, size=size)
 
     def _with_whole_result(self, layer: Any, call: Any) -> Any:
         """Returns the call of an inner layer, a Dense or an embedding, which gathers a split result."""
@@ -258,7 +251,7 @@ class ShardedStageFunction(StageFunction):
             result = call(*args, **kwargs)
             width = kernel_of(layer).shape[-1] if is_dense(layer) else layer.output_dim
             width = layer.input_dim if kwargs.get("reverse") else width
-            return self._known_group.gather(result, -1, width) if result.shape[-1] != width else result
+            return self._group.gather(result, -1, width) if result.shape[-1] != width else result
 
         return whole
 
@@ -270,7 +263,7 @@ class ShardedStageFunction(StageFunction):
         parts = [(variable, scope.get_current_value(variable)) for variable in split]
         for variable, part in parts:
             axis = self._axes[id(variable)]
-            whole_value = self._known_group.gather(part, axis, variable.shape[axis], has_samples=False)
+            whole_value = self._group.gather(part, axis, variable.shape[axis], has_samples=False)
             scope.add_update((variable, whole_value))
         whole = [scope.get_current_value(variable) for variable, _ in parts]
         yield
@@ -288,9 +281,9 @@ class ShardedStageFunction(StageFunction):
             return tensor
         logits = logits_behind(tensor)  # from which losses are computed, not from probabilities that may be zero
         if logits is None:
-            result = self._known_group.gather(tensor, axis, symbolic.shape[axis])
+            result = self._group.gather(tensor, axis, symbolic.shape[axis])
         else:
-            result = keras.activations.softmax(self._known_group.gather(logits, axis, symbolic.shape[axis]))
+            result = keras.activations.softmax(self._group.gather(logits, axis, symbolic.shape[axis]))
         if (mask := get_mask(tensor)) is not None:
             set_mask(result, mask)
         return result
@@ -308,11 +301,6 @@ class ShardedStageFunction(StageFunction):
         pairs = [(variable, self._axes.get(id(variable))) for variable in self._stages.variables]
         sizes = [int(variable.shape[axis]) for variable, axis in pairs if axis is not None]
         return {size: part_size(size, self._ways) * self._ways for size in sizes if size % self._ways}
-
-    @property
-    def _known_group(self) -> ShardGroup:
-        assert self._group is not None
-        return self._group
 
 
 def _takes_parts(call: LayerCall, aware: Any, splits: set[int | None]) -> bool:
@@ -343,11 +331,7 @@ _HEADINGS = ("layer", "variables", "sums/sample", "gathers/sample", "gathers/mic
 def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: int) -> Iterator[str]:
     """Yields the lines of a table of the layers that exchange tensors: the bytes that each device of a stage sends.
 
-    Args:
-        model: The Keras model.
-        stages: Its stages.
-        axes: By the id of a split variable its axis.
-        ways: The number of devices of a stage.
+    `axes` has by the id of a split variable its axis; `ways` devices share a stage.
     """
     functions = [_function(model, stages, stage, axes, ways) for stage in stages.stages]
     of_all = [exchange for function in functions for exchange in function.exchanges]

@@ -30,11 +30,7 @@ def update_by_gathering(
 ) -> None:
     """Decays and updates split variables, applies their constraints, and updates their moving averages.
 
-    Args:
-        optimizer: One of `GATHERING`, without its loss scale.
-        variables: The split variables that have a gradient.
-        gradients: By column and variable, clipped.
-        columns: The columns.
+    The optimizer is one of `GATHERING`, without its loss scale. `gradients` are clipped, by column and variable.
     """
     separate = SeparateFunctions(optimizer)
     for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
@@ -43,7 +39,7 @@ def update_by_gathering(
         read = [_read_parts(of_state) for of_state in state]
         for column, device in enumerate(columns.devices_of(variable)):
             with columns.entered(column), tf.device(device):
-                _Update(optimizer, state, column, columns.ways, separate)(read, of_columns)
+                _update_in_column(optimizer, state, read, of_columns, column, columns.ways, separate)
 
 
 def _is_split(variable: keras.Variable) -> bool:
@@ -58,42 +54,46 @@ def _read_parts(variable: keras.Variable) -> tuple[SplitVariable, list[tf.Tensor
     return held, parts
 
 
-class _Update:
-    """The update of one variable in one column, whose parts of variables are entered."""
+def _update_in_column(
+    optimizer: Any,
+    state: Sequence[keras.Variable],
+    read: Sequence[tuple[SplitVariable, list[tf.Tensor]]],
+    gradients: Any,
+    column: int,
+    ways: int,
+    separate: SeparateFunctions,
+) -> None:
+    """Updates a variable, the first of the `state`, in a column whose parts of variables are entered.
 
-    def __init__(
-        self, optimizer: Any, state: Sequence[keras.Variable], column: int, ways: int, separate: SeparateFunctions
-    ) -> None:
-        self._optimizer, self._state, self._separate = optimizer, state, separate
-        self._column, self._group = column, slice(column - column % ways, column - column % ways + ways)
-        self._alone = updates_elements(optimizer, state[0])
+    It does so by a function that TensorFlow optimizes by itself, so that all columns round equally.
+    """
+    is_alone, group = (
+        updates_elements(optimizer, state[0]),
+        slice(column - column % ways, column - column % ways + ways),
+    )
+    values, device = [], held_variable(state[0]).device
+    for variable, (held, parts) in zip(state, read, strict=True):
+        value = parts[column] if is_alone else held.joined(parts[group])
+        values.append(UpdatedValue(value, held_variable(variable), variable.path))
+    gradient = gradients[column] if is_alone else _joined_gradient(gradients[group], read[0][0])
 
-    def __call__(self, read: Sequence[tuple[SplitVariable, list[tf.Tensor]]], gradients: Any) -> None:
-        """Updates by a function that TensorFlow optimizes by itself, so that all columns round equally."""
-        column, values, device = self._column, [], held_variable(self._state[0]).device
-        for variable, (held, parts) in zip(self._state, read, strict=True):
-            value = parts[column] if self._alone else held.joined(parts[self._group])
-            values.append(UpdatedValue(value, held_variable(variable), variable.path))
-        gradient = gradients[column] if self._alone else _joined_gradient(gradients[self._group], read[0][0])
+    def update() -> None:
+        weights, *slots = values
+        held_by = {id(slot): (slot, value) for slot, value in zip(state[1:], slots, strict=True)}
+        own_parts = [held_variable(variable) for variable in state]
+        with holding(held_by):
+            update_step(optimizer, gradient, weights)
+        for part, value, (held, _) in zip(own_parts, values, read, strict=True):
+            if value.is_written:
+                part.assign(value.value if is_alone else held.part_of(value.value, column))
+        finish_update(optimizer, [state[0]])
 
-        def update() -> None:
-            weights, *slots = values
-            pairs = zip(self._state[1:], slots, strict=True)
-            held_by = {id(slot): (slot, value) for slot, value in pairs}
-            parts = [held_variable(variable) for variable in self._state]
-            with holding(held_by):
-                update_step(self._optimizer, gradient, weights)
-            for part, value, (held, _) in zip(parts, values, read, strict=True):
-                if value.is_written:
-                    part.assign(value.value if self._alone else held.part_of(value.value, column))
-            finish_update(self._optimizer, [self._state[0]])
-
-        self._separate(update)
-        if not self._alone:
-            for kind in (WEIGHT_GRADIENT, DENSE):
-                record_transfer(kind, gradients[self._group], device)
-            for value, (_, parts) in zip(values, read, strict=True):
-                record_transfer(WEIGHT, parts[self._group] if value.is_read else [], device)
+    separate(update)
+    if not is_alone:
+        for kind in (WEIGHT_GRADIENT, DENSE):
+            record_transfer(kind, gradients[group], device)
+        for value, (_, parts) in zip(values, read, strict=True):
+            record_transfer(WEIGHT, parts[group] if value.is_read else [], device)
 
 
 def _joined_gradient(parts: Sequence[Any], held: SplitVariable) -> Any:
@@ -111,14 +111,7 @@ def _joined_gradient(parts: Sequence[Any], held: SplitVariable) -> Any:
 def update_by_lamb(
     optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
 ) -> None:
-    """Decays and updates split variables, applies their constraints, and updates their moving averages.
-
-    Args:
-        optimizer: A `keras.optimizers.Lamb`, without its loss scale.
-        variables: The split variables that have a gradient.
-        gradients: By column and variable, clipped.
-        columns: The columns.
-    """
+    """Does what `update_by_gathering` does, for a `keras.optimizers.Lamb`."""
     separate = SeparateFunctions(optimizer)
     for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
         update_part = functools.partial(_update_of_part, optimizer, variable)

@@ -37,14 +37,10 @@ class SplitVariable(SplitValue):
     """
 
     def __init__(self, whole: Any, axis: int, groups: Sequence[Sequence[str]], *, is_slot: bool = False) -> None:
-        """Splits a variable.
+        """Splits `whole`, a `tf.Variable` or a `NewValue`, over the devices of each of the `groups`.
 
-        Args:
-            whole: A `tf.Variable`, or a `NewValue`.
-            axis: The axis. If the number of devices of a group does not divide its size, the last parts are padded.
-            groups: By group, the devices of the parts.
-            is_slot: Whether it is a slot of an optimizer, which is padded by its own values, as an update may divide by
-                them. Others are padded by zeros.
+        If the number of devices of a group does not divide the size of the axis, the last parts are padded: those of a
+        slot of an optimizer by its own values, as an update may divide by them, others by zeros.
         """
         super().__init__(whole, axis)
         self._ways = len(groups[0])
@@ -56,11 +52,7 @@ class SplitVariable(SplitValue):
         )
 
     def place(self, groups: Sequence[Sequence[str]]) -> list[ColumnVariable]:
-        """Moves the parts from device to device. Returns those that were replaced.
-
-        Args:
-            groups: By group, the new devices of the parts.
-        """
+        """Moves the parts to the devices of each of the `groups`. Returns those that were replaced."""
         before = self.shards
         self.shards = tuple(
             # A part stays if its device does.
@@ -260,13 +252,7 @@ class ShardCreation:
     """
 
     def __init__(self, layout: ShardLayout, devices: Sequence[Sequence[str]], extended: PlacedExtended) -> None:
-        """Prepares the creation.
-
-        Args:
-            layout: Which variables are split.
-            devices: By column and stage.
-            extended: Where other variables are created.
-        """
+        """Prepares the creation on `devices`, by column and stage, of what `layout` splits; others are those of `extended`."""
         self._layout, self._extended = layout, extended
         self._groups = {stages[0]: list(stages) for stages in zip(*devices[: layout.ways], strict=True)}
 
