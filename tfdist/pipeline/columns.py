@@ -63,13 +63,11 @@ class Columns:
         for variable in stages.variables:
             self._move_to(variable, devices[stages.owner[id(variable)]], chief, moved)
         device_of = {identity_of(held_variable(one)): held_variable(one).device for one in stages.variables}
-        optimizer = compiled_optimizer(model)
-        if optimizer is not None:
-            shared = {id(one) for one in shared_optimizer_variables(optimizer)}
-            for variable in optimizer_variables(optimizer):
-                beside = device_of.get(colocated_with.pop(identity_of(held_variable(variable)), ""))
-                target = chief if id(variable) in shared else beside or devices[0]
-                self._move_to(variable, target, chief, moved)
+        shared = _ids_of_shared(model)
+        for variable in optimizer_variables(model):
+            beside = device_of.get(colocated_with.pop(identity_of(held_variable(variable)), ""))
+            target = chief if id(variable) in shared else beside or devices[0]
+            self._move_to(variable, target, chief, moved)
         for variable in model.metrics_variables:
             if id(variable) not in stages.owner:
                 self._move_to(variable, devices[-1], chief, moved)
@@ -87,10 +85,8 @@ class Columns:
 
         They follow assignments to the variable of the first column from outside of a step.
         """
-        optimizer = compiled_optimizer(model)
-        of_optimizer = [] if optimizer is None else optimizer_variables(optimizer)
-        shared = set() if optimizer is None else {id(one) for one in shared_optimizer_variables(optimizer)}
-        self._variables = [*stages.variables, *(one for one in of_optimizer if id(one) not in shared)]
+        shared = _ids_of_shared(model)
+        self._variables = [*stages.variables, *(one for one in optimizer_variables(model) if id(one) not in shared)]
         for variable in self._variables:
             held = held_variable(variable)
             if len(held.in_columns) == 1:
@@ -174,7 +170,12 @@ class MovedVariables:
         return [one for one in self._earlier if one[2]() is not None]
 
 
-def optimizer_variables(optimizer: Any) -> list[keras.Variable]:
-    """Returns all variables of an optimizer, and of the one inside a `LossScaleOptimizer`."""
-    inner, outer = optimizer_and_loss_scale(optimizer)
-    return list({id(one): one for one in [*inner.variables, *(outer.variables if outer else [])]}.values())
+def optimizer_variables(model: Any) -> list[keras.Variable]:
+    """Returns all variables of the optimizer of a model, and of the one inside a `LossScaleOptimizer`."""
+    optimizers = [one for one in optimizer_and_loss_scale(compiled_optimizer(model)) if one is not None]
+    return list({id(variable): variable for one in optimizers for variable in one.variables}.values())
+
+
+def _ids_of_shared(model: Any) -> set[int]:
+    optimizer = compiled_optimizer(model)
+    return set() if optimizer is None else {id(one) for one in shared_optimizer_variables(optimizer)}

@@ -36,61 +36,55 @@ from tfdist.pipeline.update import loss_scale_of, unscaling_of, update_columns, 
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PipelineStep:
-    """The steps of a placed model. Call its methods while a function is traced."""
+    """The steps of a placed model. Call its methods while a function is traced.
 
-    def __init__(
-        self,
-        model: Any,
-        stages: ModelStages,
-        columns: Columns,
-        pipeline: Pipeline,
-        chief: str,
-        reduction: ColumnReduction,
-        counters: LinkCounters,
-    ) -> None:
-        """Prepares the steps.
+    Attributes:
+        model: The Keras model.
+        stages: Its stages.
+        columns: Their devices and copies.
+        pipeline: The options.
+        chief: The device of batches and scalars.
+        reduction: Sums the gradients of the columns.
+        counters: Count what the steps send.
+    """
 
-        Args:
-            model: The Keras model.
-            stages: Its stages.
-            columns: Their devices and copies.
-            pipeline: The options.
-            chief: The device of batches and scalars.
-            reduction: Sums the gradients of the columns.
-            counters: Count what the steps send.
-        """
-        self._model, self._stages, self._columns = model, stages, columns
-        self._pipeline, self._chief = pipeline, chief
-        self._reduction, self._counters = reduction, counters
+    model: Any
+    stages: ModelStages
+    columns: Columns
+    pipeline: Pipeline
+    chief: str
+    reduction: ColumnReduction
+    counters: LinkCounters
 
     def train(self, data: Any) -> Any:
         """Computes the gradients of a batch, updates the model, and returns the logs, as `Model.train_step` does."""
-        if not self._model.trainable_variables:
+        if not self.model.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)  # as Keras does
             return self._evaluated(data, "train_step", training=True)
-        optimizer, sent = self._model.optimizer, Transfers(self._chief)
+        optimizer, sent = self.model.optimizer, Transfers(self.chief)
         updates = updates_weights(optimizer)
         with sent.recording():
             batch = _Batch(self, data, StageKind(training=True, has_loss=True))
             batch.run(loss_scale_of(optimizer))
-            gradients = gradients_of(self._model, self._stages, self._columns, batch.runs)
+            gradients = gradients_of(self.model, self.stages, self.columns, batch.runs)
             penalties, of_weights = self._regularization()
             batch.assign_states()
 
             def update(sums: list[list[Any]]) -> None:
-                of_columns = by_column(sums, self._columns)
+                of_columns = by_column(sums, self.columns)
                 for of_column, of_regularizers in zip(of_columns, of_weights, strict=True):
                     for index, gradient in of_regularizers:
                         with tf.device(gradient.device):
                             of_column[index] = added(of_column[index], gradient)
-                variables, may_compile = self._model.trainable_variables, not rejects_xla(self._model)
-                update_columns(optimizer, variables, of_columns, self._columns, compiles_large=may_compile)
+                variables, may_compile = self.model.trainable_variables, not rejects_xla(self.model)
+                update_columns(optimizer, variables, of_columns, self.columns, compiles_large=may_compile)
 
-            with self._columns.updating():
-                self._reduction(gradients, update)
+            with self.columns.updating():
+                self.reduction(gradients, update)
             logs = batch.logs(penalties)
-        self._counters.add("train_step", sent.total(), updates)
+        self.counters.add("train_step", sent.total(), updates)
         return logs
 
     def test(self, data: Any) -> Any:
@@ -98,37 +92,37 @@ class PipelineStep:
         return self._evaluated(data, "test_step", training=False)
 
     def _evaluated(self, data: Any, name: str, *, training: bool) -> Any:
-        sent = Transfers(self._chief)
+        sent = Transfers(self.chief)
         with sent.recording():
             batch = _Batch(self, data, StageKind(training=training, has_loss=True))
             batch.run(None)
             batch.assign_states()
-            penalties = [loss for _, loss, _ in regularization_losses(self._model.trainable_variables, None)]
+            penalties = [loss for _, loss, _ in regularization_losses(self.model.trainable_variables, None)]
             logs = batch.logs(penalties)
-        self._counters.add(name, sent.total())
+        self.counters.add(name, sent.total())
         return logs
 
     def predict(self, data: Any) -> Any:
         """Returns the outputs for a batch, as `Model.predict_step` does."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        sent = Transfers(self._chief)
+        sent = Transfers(self.chief)
         with sent.recording():
             batch = _Batch(self, (x,), StageKind(training=False, has_loss=False))
             batch.run(None)
             batch.assign_states()
             outputs = batch.predictions()
-        self._counters.add("predict_step", sent.total())
+        self.counters.add("predict_step", sent.total())
         return outputs
 
     def _regularization(self) -> tuple[list[tf.Tensor], list[list[tuple[int, Any]]]]:
         """Returns the losses of weights, and by column the indices of regularized variables and the gradients."""
-        variables, penalties = self._model.trainable_variables, []
+        variables, penalties = self.model.trainable_variables, []
         of_columns: list[list[tuple[int, Any]]] = []
-        for column in range(len(self._columns)):
-            with self._columns.entered(column):
+        for column in range(len(self.columns)):
+            with self.columns.entered(column):
                 losses = list(regularization_losses(variables, tf.ones([])))
-            is_part = [id(variables[index]) in self._columns.axes for index, _, _ in losses]
-            known = [column == 0 or (column < self._columns.ways and part) for part in is_part]
+            is_part = [id(variables[index]) in self.columns.axes for index, _, _ in losses]
+            known = [column == 0 or (column < self.columns.ways and part) for part in is_part]
             penalties += [loss for (_, loss, _), counts in zip(losses, known, strict=True) if counts]
             of_columns.append([(index, gradient) for index, _, gradient in losses if gradient is not None])
         return penalties, of_columns
@@ -138,15 +132,15 @@ class _Batch:
     """One batch on its way through all columns."""
 
     def __init__(self, step: PipelineStep, data: Any, kind: StageKind) -> None:
-        model, self._stages, self._columns = step._model, step._stages, step._columns
-        self._model, self._pipeline, self._kind, self._chief = model, step._pipeline, kind, step._chief
-        self.devices = step._columns.devices
+        model, self._stages, self._columns = step.model, step.stages, step.columns
+        self._model, self._pipeline, self._kind, self._chief = model, step.pipeline, kind, step.chief
+        self.devices = step.columns.devices
         self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._inputs = self._stages.graph.flat_inputs(self.x)
         own_loss = kind.has_loss and overrides_compute_loss(model)
         self._data = (self.x if own_loss else None, self.y, self.sample_weight) if kind.has_loss else None
-        self._ways = step._columns.ways
-        parts = step._pipeline.micro_batches * (len(self.devices) // self._ways)
+        self._ways = step.columns.ways
+        parts = step.pipeline.micro_batches * (len(self.devices) // self._ways)
         self._parts = micro_batches_of([self._inputs, self._data], parts)
         self._seeds = seed_states(model)
         self._averaged = {id(variable) for variable in batch_statistics(model)} if kind.training else set()

@@ -32,31 +32,25 @@ class _Placed:
     columns: Columns
 
 
+@dataclass(frozen=True, eq=False)
 class PlacedModels:
-    """Cuts and places each model of a strategy when its first step is traced."""
+    """Cuts and places each model of a strategy when its first step is traced.
 
-    def __init__(
-        self,
-        strategy: Any,
-        pipeline: Pipeline,
-        columns: Callable[[], Columns],
-        chief: str,
-        reduction: ColumnReduction,
-        counters: LinkCounters,
-    ) -> None:
-        """Creates the collection.
+    Attributes:
+        strategy: The strategy, with a `PlacedExtended`.
+        pipeline: The options of the pipeline.
+        new_columns: Creates the columns of a model that is not placed yet.
+        chief: The device of batches and scalars.
+        reduction: Sums the gradients of the columns.
+        counters: Count what the steps send.
+    """
 
-        Args:
-            strategy: The strategy, with a `PlacedExtended`.
-            pipeline: The options of the pipeline.
-            columns: Creates the columns of a model that is not placed yet.
-            chief: The device of batches and scalars.
-            reduction: Sums the gradients of the columns.
-            counters: Count what the steps send.
-        """
-        self._strategy = strategy
-        self._pipeline, self._columns, self._chief = pipeline, columns, chief
-        self._reduction, self._counters = reduction, counters
+    strategy: Any
+    pipeline: Pipeline
+    new_columns: Callable[[], Columns]
+    chief: str
+    reduction: ColumnReduction
+    counters: LinkCounters
 
     def stages_of(self, model: Any) -> ModelStages | None:
         """Returns the stages of a model of which a step was traced before, else None."""
@@ -73,19 +67,19 @@ class PlacedModels:
         Raises:
             ValueError: The model has no graph, or too few layers, or cannot be trained in its columns.
         """
-        with tf.init_scope(), tf.device(None), self._strategy.scope():
+        with tf.init_scope(), tf.device(None), self.strategy.scope():
             graph = graph_of(model, x)
             placed, of_loss = self._placed(model), variables_of_own_loss(model)
             # Layers may get other variables, as by `enable_lora`.
             variables = [*(variable for call in graph.calls for variable in call.variables), *of_loss]
             signature = [*graph.signature(), *map(id, variables)]
             if placed is None or placed.signature != signature:
-                placed = _Placed(signature, stages_of(graph, self._pipeline, of_loss), self._columns())
+                placed = _Placed(signature, stages_of(graph, self.pipeline, of_loss), self.new_columns())
                 # An attribute, as the stages refer to the model. Keras does not track it.
                 object.__setattr__(model, _ATTRIBUTE, (self, placed))
-            placed.columns.place(model, placed.stages, self._chief, self._strategy.extended.colocated_with)
+            placed.columns.place(model, placed.stages, self.chief, self.strategy.extended.colocated_with)
             placed.columns.check(model, name)
-        options = (self._pipeline, self._chief, self._reduction, self._counters)
+        options = (self.pipeline, self.chief, self.reduction, self.counters)
         return PipelineStep(model, placed.stages, placed.columns, *options)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.placed_variables import (
-    compiled_optimizer,
     held_variable,
     hold,
     identity_of,
@@ -60,8 +59,7 @@ class ShardedColumns(Columns):
 
     def _slots(self, model: Any) -> list[tuple[Any, str]]:
         """Returns the variables of the optimizer, each with the id of its weight if it is a new slot."""
-        optimizer = compiled_optimizer(model)
-        slots = optimizer_variables(optimizer) if optimizer is not None else []
+        slots = optimizer_variables(model)
         return [(slot, self._weight_of_slot.get(identity_of(held_variable(slot)), "")) for slot in slots]
 
     def _place(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:

@@ -67,10 +67,8 @@ def _update_in_column(
 
     It does so by a function that TensorFlow optimizes by itself, so that all columns round equally.
     """
-    is_alone, group = (
-        updates_elements(optimizer, state[0]),
-        slice(column - column % ways, column - column % ways + ways),
-    )
+    is_alone, first = updates_elements(optimizer, state[0]), column - column % ways
+    group = slice(first, first + ways)
     values, device = [], held_variable(state[0]).device
     for variable, (held, parts) in zip(state, read, strict=True):
         value = parts[column] if is_alone else held.joined(parts[group])

@@ -252,7 +252,7 @@ class ShardCreation:
     """
 
     def __init__(self, layout: ShardLayout, devices: Sequence[Sequence[str]], extended: PlacedExtended) -> None:
-        """Prepares the creation on `devices`, by column and stage, of what `layout` splits; others are those of `extended`."""
+        """Prepares the creation on `devices`, by column and stage; `extended` creates the other variables."""
         self._layout, self._extended = layout, extended
         self._groups = {stages[0]: list(stages) for stages in zip(*devices[: layout.ways], strict=True)}
 
