@@ -175,10 +175,12 @@ class ChiefTraining:
 
     def _functions_of_model(self) -> WorkerFunctions:
         if self._functions is None:
-            buffers = GradientBuffers(self._num_buffers) if isinstance(self._mode, Synchronous) else None
-            self._functions = WorkerFunctions(self._model, self._strategy, self._encoder, buffers, self._packing)
-            self._is_prepared = False
+            self._functions, self._is_prepared = self._new_functions(), False
         return self._functions
+
+    def _new_functions(self) -> WorkerFunctions:
+        buffers = GradientBuffers(self._num_buffers) if isinstance(self._mode, Synchronous) else None
+        return WorkerFunctions(self._model, self._strategy, self._encoder, buffers, self._packing)
 
     def _new_worker_variable(self, value: tf.Tensor) -> tf.Variable:
         with self._strategy.scope():

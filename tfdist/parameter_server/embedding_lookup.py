@@ -14,9 +14,8 @@ from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_com
 def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None:
     """Looks up each distinct row once, on the server of its part; only these rows cross the network.
 
-    Args:
-        parts: The table's rows in order. If they are uneven, the first parts have one row more.
-        ids: Row numbers, int32 or int64 of any shape.
+    The parts have the table's rows in order. If they are uneven, the first parts have one row more. The row numbers
+    `ids` are int32 or int64 of any shape.
 
     Returns:
         The rows, of the shape of `ids` followed by the row's dimension. None while Keras builds a layer by a call, in

@@ -95,28 +95,20 @@ class FederatedChief(ChiefTraining):
         }
 
     def _prepared(self) -> Any:
-        functions = self._functions_of_model()
+        functions: Any = self._functions_of_model()
         if not self._is_prepared:
             reject_unsupported_clients(self._model, self._strategy.policy)
             super()._prepared()
             with self._strategy.scope():
                 if not self._server_optimizer.built:
                     self._server_optimizer.build(self._model.trainable_variables)
-            functions.prepare()
+            functions.slots = InitialSlots(self._model.optimizer)
         return functions
 
-    def _functions_of_model(self) -> Any:
-        if self._functions is None:
-            self._functions = ClientFunctions(
-                self._model,
-                self._strategy,
-                self._encoder,
-                GradientBuffers(self._num_buffers),
-                self._packing,
-                self._server_optimizer,
-            )
-            self._is_prepared = False
-        return self._functions
+    def _new_functions(self) -> "ClientFunctions":
+        buffers = GradientBuffers(self._num_buffers)
+        model, encoder, packing = self._model, self._encoder, self._packing
+        return ClientFunctions(model, self._strategy, encoder, buffers, packing, self._server_optimizer)
 
     def _finish_scheduled(self) -> None:
         # Not for clients: one that is late or lost may never end.
@@ -296,7 +288,15 @@ class ClientEncoder(GradientEncoder):
 
 
 class ClientFunctions(WorkerFunctions):
-    """The functions of a model under federated averaging."""
+    """The functions of a model under federated averaging.
+
+    Attributes:
+        slots: The initial ones of the model's optimizer, once that is built.
+    """
+
+    slots: InitialSlots
+    _encoder: ClientEncoder
+    _buffers: GradientBuffers
 
     def __init__(
         self,
@@ -309,22 +309,12 @@ class ClientFunctions(WorkerFunctions):
     ) -> None:
         """Creates the functions; see `WorkerFunctions`. The server's optimizer is built."""
         super().__init__(model, strategy, encoder, buffers, packing)
-        self._client_encoder, self._client_buffers = encoder, buffers
         self._server_optimizer = server_optimizer
-        self._slots: InitialSlots | None = None
         self._name = f"tfdist/client/{next(_numbers)}"
         self.train_client = tf.function(self._train_client, autograph=False)
 
-    def prepare(self) -> None:
-        """Reads the initial slots of the model's optimizer, which is built. Call this outside of functions."""
-        if self._slots is None:
-            self._slots = InitialSlots(self._model.optimizer)
-
     def _train_client(self, iterator: Any, packed: tf.Tensor) -> Sequence[tf.Tensor]:
-        info, slots = ClientInfo.unpack(packed), self._slots
-        if slots is None:
-            raise RuntimeError("the functions were not prepared")
-        strategy, encoder = self._strategy, self._client_encoder
+        info, strategy, encoder = ClientInfo.unpack(packed), self._strategy, self._encoder
 
         def run() -> dict[str, Any]:
             result, counts = train(
@@ -333,13 +323,13 @@ class ClientFunctions(WorkerFunctions):
                 info,
                 strategy.mode,
                 strategy.mode.num_clients(strategy.num_workers),
-                slots,
+                self.slots,
                 self._server_optimizer,
                 strategy.pull_dtype,
                 self._name,
             )
             encoder.slot, encoder.counts = info.slot, counts
-            report = self._client_buffers.write(result, tf.cast(info.buffer, tf.int32), encoder)
+            report = self._buffers.write(result, tf.cast(info.buffer, tf.int32), encoder)
             report["counts"] = tf.cast(counts, tf.int64)
             return {"report": report, "metrics": result.metrics, "logs": named_log_part(self._model, result.logs)}
 

@@ -53,15 +53,12 @@ class GradientEncoder:
     def encode(
         self, gradient: Any, path: str, is_applied: tf.Tensor | None = None, round_mark: tf.Tensor | None = None
     ) -> tuple[EncodedGradient, Any]:
-        """Encodes the gradient of the variable at `path`.
+        """Encodes a gradient, dense or `tf.IndexedSlices`, of the variable at `path`.
 
-        Args:
-            gradient: A dense tensor or `tf.IndexedSlices`.
-            path: The path of the variable.
-            is_applied: Whether the update is made, a bool scalar; `None` if it certainly is. The state of the
-                compressor does not change otherwise: a residual is what remains of values that were sent.
-            round_mark: Of the round to which the gradient belongs, if only all its parts together tell whether the
-                update is made; see `round_mark`. The state of a round that was skipped is taken back in the next one.
+        `is_applied` says whether the update is made, a bool scalar; `None` if it certainly is. The state of the
+        compressor does not change otherwise: a residual is what remains of values that were sent. Where only all parts
+        of a round together tell whether the update is made, the gradient has a `round_mark`: the state of a round that
+        was skipped is taken back in the next one.
 
         Returns:
             The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.

@@ -60,10 +60,9 @@ class MicroStep(_Step):
     def __init__(self, sum_scale: Any = 1, normalizers: Sequence[tf.Tensor] = ()) -> None:
         """Creates the scaling.
 
-        Args:
-            sum_scale: The samples of all parts divided by those of this micro-step, a float64 scalar; or 1.
-            normalizers: Over all parts, in the order in which the means are taken. A mean beyond the last one counts
-                as one over the samples.
+        `sum_scale` is the number of samples of all parts divided by those of this micro-step, a float64 scalar; or 1.
+        `normalizers` are over all parts, in the order in which the means are taken. A mean beyond the last one counts
+        as one over the samples.
         """
         super().__init__()
         self.sum_scale = sum_scale

@@ -21,14 +21,10 @@ LogPart = dict[str, Any]
 def log_part(
     model: keras.Model, logs: Any, metrics: Sequence[tf.Tensor], mean_of: Callable[[tf.Tensor], tf.Tensor]
 ) -> LogPart:
-    """Returns the logs of a step on a part of a batch. Call this in the step's scope.
+    """Returns the logs that a step has returned for a part of a batch. Call this in the step's scope.
 
-    Args:
-        model: The model.
-        logs: What the step has returned.
-        metrics: The tensors at which the model's metrics have started. A log that was not computed from them is the
-            step's own value, also if it has the name of a metric.
-        mean_of: Returns a scalar as a mean over the part's samples.
+    `metrics` are the tensors at which the model's metrics have started. A log that was not computed from them is the
+    step's own value, also if it has the name of a metric. `mean_of` returns a scalar as a mean over the part's samples.
     """
     if not isinstance(logs, dict):
         logs = {}

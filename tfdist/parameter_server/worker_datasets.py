@@ -53,12 +53,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
         with tf.device("/job:chief/device:CPU:0"):
             # Once on the chief: workers create it in a function, in which its cardinality is unknown.
-            dataset = create()
-        if not isinstance(dataset, tf.data.Dataset):
-            raise ValueError(
-                f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
-                "tf.data.Dataset of batches."
-            )
+            dataset = _checked(create())
         self._spec = dataset.element_spec
         self._cardinality = int(dataset.cardinality())
         self.dataset_fn = create
@@ -175,6 +170,15 @@ class ClientDatasets(WorkerDatasets):
         ]
 
 
+def _checked(dataset: Any) -> tf.data.Dataset:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
+            "tf.data.Dataset of batches."
+        )
+    return dataset
+
+
 def _item(positions: Any, client: int) -> int:
     return int(positions[client])
 
@@ -190,12 +194,6 @@ def _traced(dataset_fn: Callable[..., tf.data.Dataset], client: int, clients: in
     context = tf.distribute.InputContext(num_input_pipelines=clients, input_pipeline_id=client, num_replicas_in_sync=1)
 
     def create(position: tf.Tensor) -> tf.data.Dataset:
-        dataset = dataset_fn(context)
-        if not isinstance(dataset, tf.data.Dataset):
-            raise ValueError(
-                f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
-                "tf.data.Dataset of batches."
-            )
-        return dataset.repeat().skip(position)
+        return _checked(dataset_fn(context)).repeat().skip(position)
 
     return tf.function(create).get_concrete_function(tf.TensorSpec([], tf.int64))
