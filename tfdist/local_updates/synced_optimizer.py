@@ -1,6 +1,6 @@
 """One optimizer whose updates are local: its fragments, their anchors and schedule, and what follows each update."""
 
-import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,13 @@ from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SyncSchedule:
     """Which fragment is exchanged after which update since all weights were equal.
 
     >>> schedule = SyncSchedule(sync_every=10, fragments=2, overlap_steps=3)
     >>> [(update, schedule.sent_after(update)) for update in range(1, 21) if schedule.sent_after(update) is not None]
     [(5, 0), (10, 1), (15, 0), (20, 1)]
-    >>> [(update, schedule.used_after(update)) for update in range(1, 21) if schedule.used_after(update) is not None]
-    [(8, 0), (13, 1), (18, 0)]
     >>> schedule.under_way(5), schedule.under_way(7), schedule.under_way(8), schedule.under_way(12)
     ([0], [0], [], [1])
 
@@ -59,10 +57,6 @@ class SyncSchedule:
         """Returns the fragment that is sent after an update, counted from 1."""
         fragment = self.turns[update % self.sync_every]
         return fragment if update > 0 and fragment >= 0 else None
-
-    def used_after(self, update: int) -> int | None:
-        """Returns the fragment whose sum is used after an update."""
-        return self.sent_after(update - self.overlap_steps)
 
     def under_way(self, update: int) -> list[int]:
         """Returns the fragments that were sent and not used, in the order in which they were sent."""
@@ -108,19 +102,18 @@ class Fragment:
     paths: list[str]
 
 
-def new_fragments(optimizer: Any, mode: LocalMode) -> list[Fragment]:
+def new_fragments(update: OptimizerUpdate, mode: LocalMode) -> list[Fragment]:
     """Splits the variables of a built optimizer. Call this eagerly, in the scope of the strategy.
 
     Raises:
-        ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
+        ValueError: If there are fewer variables than fragments.
     """
-    variables = exchanged_variables(optimizer)
+    variables, paths = update.variables, update.paths
     if mode.fragments > len(variables):
         raise ValueError(
             f"There are more fragments than variables. Received: fragments={mode.fragments} and an optimizer of "
             f"{len(variables)} variables. Expected: at most as many fragments. Lower `fragments`."
         )
-    paths = OptimizerUpdate(optimizer, variables).paths
     groups = split_by_bytes([_nbytes(variable) for variable in variables], mode.fragments)
     return [_new_fragment([variables[i] for i in group], [paths[i] for i in group], mode) for group in groups]
 
@@ -143,13 +136,9 @@ def _new_fragment(variables: list[Any], paths: list[str], mode: LocalMode) -> Fr
     ]
     outer = None
     if isinstance(mode, DiLoCo):
-        described = mode.outer_optimizer
-        outer = new_outer_optimizer(_default_outer if described is None else described, anchors)
+        default = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
+        outer = new_outer_optimizer(default if mode.outer_optimizer is None else mode.outer_optimizer, anchors)
     return Fragment(variables, anchors, outer, paths)
-
-
-def _default_outer() -> Any:
-    return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
 
 
 def _nbytes(variable: Any) -> int:
@@ -158,21 +147,30 @@ def _nbytes(variable: Any) -> int:
 
 def read(variable: Any) -> tf.Tensor:
     """Returns this replica's value of a `keras.Variable` or `tf.Variable`."""
-    return tf.convert_to_tensor(getattr(variable, "value", variable) if _is_keras(variable) else variable)
+    return tf.convert_to_tensor(_held(variable))
 
 
 def assign(strategy: Any, variable: Any, value: Any) -> None:
     """Assigns `value` to this replica's copy of a variable, cast to its dtype."""
-    held = variable.value if _is_keras(variable) else variable
-    strategy.extended.update(held, _assign, args=(value,), group=False)
+    strategy.extended.update(_held(variable), _assign, args=(value,), group=False)
 
 
 def _assign(variable: tf.Variable, value: Any) -> None:
     variable.assign(tf.cast(value, variable.dtype))
 
 
-def _is_keras(variable: Any) -> bool:
-    return not isinstance(variable, tf.Variable | tf.distribute.DistributedValues)
+def assign_means(strategy: Any, variables: Sequence[Any]) -> None:
+    """Replaces the values of variables by their means over all replicas."""
+    if variables:
+        context, replicas = tf.distribute.get_replica_context(), strategy.num_replicas_in_sync
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [read(variable) for variable in variables])
+        for variable, total in zip(variables, sums, strict=True):
+            assign(strategy, variable, total / tf.cast(replicas, total.dtype))
+
+
+def _held(variable: Any) -> Any:
+    is_held = isinstance(variable, tf.Variable | tf.distribute.DistributedValues)
+    return variable if is_held else variable.value
 
 
 class SyncedOptimizer:
@@ -192,7 +190,7 @@ class SyncedOptimizer:
         mode: LocalMode,
         strategy: Any,
         reduction: Callable[[], ReplicaReduction],
-        in_background: Callable[[Sequence[Fragment]], BackgroundExchange | None] = lambda fragments: None,
+        in_background: Callable[[Sequence[Fragment]], BackgroundExchange | None],
     ) -> None:
         """Creates anchors, outer optimizers and counters. Call this eagerly, in the scope of the strategy.
 
@@ -205,8 +203,9 @@ class SyncedOptimizer:
         self._strategy, self._reduction = strategy, reduction
         self._kept_share = mode.kept_share
         self._averages = moving_averages(optimizer)
-        self._constrained = OptimizerUpdate(optimizer, exchanged_variables(optimizer)).constrained_variables
-        self.fragments = new_fragments(optimizer, mode)
+        update = OptimizerUpdate(optimizer, exchanged_variables(optimizer))
+        self._constrained = update.constrained_variables
+        self.fragments = new_fragments(update, mode)
         self.background = in_background(self.fragments)
         overlap_steps = mode.overlap_steps if self.background is not None else 0
         self.schedule = SyncSchedule(mode.sync_every, mode.fragments, overlap_steps)
@@ -305,13 +304,7 @@ class SyncedOptimizer:
 
     def finish(self) -> None:
         """Makes moving averages equal on all workers, and starts to count updates from 0."""
-        replicas = self._strategy.num_replicas_in_sync
-        if self._averages:
-            context = tf.distribute.get_replica_context()
-            values = [read(average) for average in self._averages]
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-            for average, total in zip(self._averages, sums, strict=True):
-                assign(self._strategy, average, total / tf.cast(replicas, total.dtype))
+        assign_means(self._strategy, self._averages)
         assign(self._strategy, self.updates, tf.zeros([], tf.int64))
         assign(self._strategy, self.samples, tf.zeros([len(self.fragments)]))
 
