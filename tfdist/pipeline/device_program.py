@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.independent_operations import independent_calls
+from tfdist.tensorflow_internals.pruned_function import needed_operations
 
 Send = Callable[[Sequence[tf.Tensor], Sequence[str], Any], list[tf.Tensor]]
 
@@ -222,8 +223,8 @@ def parts_between_exchanges(
     wanted = {*outputs, *(exchange.sent for exchange in exchanges)}
     # As in a `tf.function`, such as prints and assertions, whose control dependencies are lost between parts.
     effects = [operation for operation in graph.get_operations() if operation.op_def.is_stateful]
-    needed = _needed([*(graph.get_operation_by_name(_operation(name)) for name in wanted), *effects])
-    computed = needed - number.keys()
+    needed = needed_operations(*(graph.get_operation_by_name(_operation(name)) for name in wanted), *effects)
+    computed = needed.keys() - number.keys()
     operations = [operation for operation in _in_order(graph) if operation.name in computed]
     for operation in operations:
         number[operation.name] = max((number[tensor.op.name] for tensor in operation.inputs), default=_NO_EXCHANGE)
@@ -271,7 +272,7 @@ class _CutGraph:
         names = {operation.name for operation in operations}
         if sent is None or sent.name not in names:
             return [(operations, returned)]
-        first = _needed([sent], names) | self._of_constants
+        first = needed_operations(sent).keys() | self._of_constants
         rest = [operation for operation in operations if operation.name not in first]
         if not any(operation.type in _COSTLY for operation in rest):
             return [(operations, returned)]
@@ -289,7 +290,7 @@ class _CutGraph:
         constants = [tensor.op for tensor in outside if tensor.op.name in self._of_constants]
         inputs = [tensor for tensor in outside if tensor.op.name not in self._of_constants]
         results = [tensor for operation in operations for tensor in operation.outputs if tensor.name in returned]
-        return self._function(names | _needed(constants), inputs, results)
+        return self._function(names | needed_operations(*constants).keys(), inputs, results)
 
     def _function(self, names: set[str], inputs: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> Part:
         placeholders = {tensor.name: f"tfdist_input_{index}" for index, tensor in enumerate(inputs)}
@@ -339,17 +340,6 @@ def _in_order(graph: Any) -> list[tf.Operation]:
                 operation = waiting.pop()
                 ordered[operation.name] = operation
     return list(ordered.values())
-
-
-def _needed(operations: Sequence[tf.Operation], inner: Collection[str] | None = None) -> set[str]:
-    """Returns the names of `operations` and of all, or those in `inner`, whose data they need."""
-    needed, waiting = set(), list(operations)
-    while waiting:
-        operation = waiting.pop()
-        if operation.name not in needed and (inner is None or operation.name in inner):
-            needed.add(operation.name)
-            waiting += [tensor.op for tensor in operation.inputs]
-    return needed
 
 
 def _results(operation: tf.Operation) -> set[str]:

@@ -16,7 +16,7 @@ from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.pipeline.batch_rows import MicroBatch, are_even, micro_batches_of
+from tfdist.pipeline.batch_rows import are_even, micro_batches_of
 from tfdist.pipeline.column_reduction import ColumnGradient, ColumnReduction
 from tfdist.pipeline.column_run import ColumnRun, CopyRun, StageValues, changed_states, combined_state, read_values
 from tfdist.pipeline.columns import Columns
@@ -146,7 +146,7 @@ class _Batch:
         self._averaged = {id(variable) for variable in batch_statistics(model)} if kind.training else set()
         self.runs: list[ColumnRun] = []
         self._accuracies: Sequence[Any] = ()
-        self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
+        self._joined: list[tuple[str, tf.Tensor, Sequence[tf.Tensor]]] = []
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
@@ -219,7 +219,7 @@ class _Batch:
         """Returns the outputs of the model for the batch, which its caller receives."""
         outputs = self._outputs()
         flat = tf.nest.flatten(outputs)
-        self._joined.record(flat)
+        self._record_joined(flat)
         record_transfer(PREDICTION, flat, self._chief, rows=tf.shape(self._inputs[0])[0])
         return outputs
 
@@ -240,17 +240,38 @@ class _Batch:
         stage = self._stages.stages[index]
         position = next(i for i, tensor in enumerate(stage.outputs) if tensor is symbolic)
         results = [run.results[index, m] for run in self._whole_runs for m in range(self._pipeline.micro_batches)]
-        tensor = self._joined.join(PREDICTION, [result.tensors[position] for result in results])
+        tensor = self._join(PREDICTION, [result.tensors[position] for result in results])
         masks = [result.masks[position] for result in results]
         if masks[0] is not None:
-            set_mask(tensor, self._joined.join(PREDICTION, masks))
+            set_mask(tensor, self._join(PREDICTION, masks))
         return tensor
 
     def _targets(self) -> Any:
         """Returns targets and sample weights of the batch, on the device of the last stage."""
         leaves = [tf.nest.flatten(data[1:]) for run in self._whole_runs for data in run.data]
-        joined = [self._joined.join(BATCH, of_leaf) for of_leaf in zip(*leaves, strict=True)]
+        joined = [self._join(BATCH, of_leaf) for of_leaf in zip(*leaves, strict=True)]
         return tf.nest.pack_sequence_as((self.y, self.sample_weight), joined)
+
+    def _join(self, kind: str, of_micro_batches: Sequence[Any]) -> Any:
+        """Returns the rows of all micro-batches, on the device of the last stage; None for None."""
+        if of_micro_batches[0] is None:
+            return None
+        rows = self._inputs[0].shape[0]
+        with tf.device(self.devices[0][-1]):
+            parts = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
+            tensor = tf.concat(parts, 0)
+            if tensor.shape[0] is None and rows is not None:
+                tensor = tf.ensure_shape(tensor, [rows, *tensor.shape[1:]])
+        self._joined.append((kind, tensor, of_micro_batches))
+        return tensor
+
+    def _record_joined(self, returned: Collection[tf.Tensor] = ()) -> None:
+        """Records as sent what is used, or `returned` by the step. TensorFlow removes the rest from the step."""
+        kept = {tensor.ref() for tensor in returned}
+        for kind, tensor, of_micro_batches in self._joined:
+            if tensor.ref() in kept or any(user.type != "Shape" for user in tensor.consumers()):
+                for part, result in zip(self._parts, of_micro_batches, strict=True):
+                    record_transfer(kind, [result], self.devices[0][-1], rows=part.num_rows)
 
     def logs(self, penalties: Sequence[tf.Tensor]) -> Any:
         """Updates the metrics of the losses and the compiled metrics, and returns the logs."""
@@ -270,7 +291,7 @@ class _Batch:
             y, sample_weight = self._targets()
             with accuracies_of_choices(self._accuracies):
                 logs = self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
-        self._joined.record()
+        self._record_joined()
         return logs
 
 
@@ -290,35 +311,6 @@ def regularization_losses(
             gradient = None if scale is None else tape.gradient(loss, value, tf.cast(scale, loss.dtype))
             loss = tf.cast(loss, tf.float32)
         yield index, loss, gradient
-
-
-class JoinedRows:
-    """The tensors of a batch that were joined in one step."""
-
-    def __init__(self, parts: Sequence[MicroBatch], rows: int | None, device: str) -> None:
-        """Starts with none; `parts` are all micro-batches, in order, of `rows` rows, or None if that is not static."""
-        self._parts, self._rows, self._device = parts, rows, device
-        self._joined: list[tuple[str, tf.Tensor, Sequence[tf.Tensor]]] = []
-
-    def join(self, kind: str, of_micro_batches: Sequence[Any]) -> Any:
-        """Returns the rows of all micro-batches, which `record` records as a `kind`; None for None."""
-        if of_micro_batches[0] is None:
-            return None
-        with tf.device(self._device):
-            rows = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
-            tensor = tf.concat(rows, 0)
-            if tensor.shape[0] is None and self._rows is not None:
-                tensor = tf.ensure_shape(tensor, [self._rows, *tensor.shape[1:]])
-        self._joined.append((kind, tensor, of_micro_batches))
-        return tensor
-
-    def record(self, returned: Collection[tf.Tensor] = ()) -> None:
-        """Records as sent what is used, or `returned` by the step. TensorFlow removes the rest from the step."""
-        kept = {tensor.ref() for tensor in returned}
-        for kind, tensor, of_micro_batches in self._joined:
-            if tensor.ref() in kept or any(user.type != "Shape" for user in tensor.consumers()):
-                for part, result in zip(self._parts, of_micro_batches, strict=True):
-                    record_transfer(kind, [result], self._device, rows=part.num_rows)
 
 
 def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequence[Any]) -> list[ColumnGradient]:

@@ -380,7 +380,7 @@ def tables_of_fixed_rows(traced: Any, tables: int, received: Iterable[str] = ())
     for operation in traced.graph.get_operations():
         if operation.type in _LOOKUPS and (name := _source(operation.inputs[0])) in positions:
             position = positions[name]
-            depends = not others.isdisjoint(needed_operations(operation.inputs[1].op, OF_SHAPES))
+            depends = not others.isdisjoint(needed_operations(operation.inputs[1].op, ends=OF_SHAPES))
             is_fixed[position] = is_fixed.get(position, True) and not depends
     return {position for position, fixed in is_fixed.items() if fixed}
 
