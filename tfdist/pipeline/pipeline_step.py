@@ -183,10 +183,7 @@ class _Batch:
         with self._columns.entered(column):
             return [
                 StageValues(
-                    stage,
-                    read_values(self._stages, stage, devices, self._seeds, group),
-                    trainable,
-                    self._averaged,
+                    stage, read_values(self._stages, stage, devices, self._seeds, group), trainable, self._averaged
                 )
                 for stage in self._stages.stages
             ]

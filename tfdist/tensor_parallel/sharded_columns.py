@@ -6,12 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.placed_variables import (
-    held_variable,
-    hold,
-    identity_of,
-    optimizer_and_loss_scale,
-)
+from tfdist.keras_internals.placed_variables import held_variable, hold, identity_of, optimizer_and_loss_scale
 from tfdist.keras_internals.updated_values import GATHERING
 from tfdist.pipeline.columns import Columns, JointUpdate, MovedVariables, optimizer_variables
 from tfdist.pipeline.stages import ModelStages
