@@ -31,8 +31,7 @@ class BackgroundExchange:
             reduction: Sums between the workers, in a group that steps do not use.
             device: The device of this worker that sends.
             timeout_seconds: How long an exchange may take.
-            late_workers: Takes the number of an exchange, from 0; notes that this worker has started it, and names the
-                workers that have not. Called when an exchange starts, and when it has taken too long.
+            late_workers: See `ExchangeProgress.late_workers`; called when one starts, and when it has taken too long.
         """
         self._timeout_seconds, self._late_workers = timeout_seconds, late_workers
         self._reduction = reduction  # the functions below do not keep it, and its exchanges end with it

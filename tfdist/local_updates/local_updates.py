@@ -77,10 +77,8 @@ class LocalUpdates:
     def synchronize(self, given: Sequence[Any] = ()) -> None:
         """Makes weights, their moving averages and batch statistics equal on all workers, if workers have trained.
 
-        Call this eagerly and on all workers.
-
-        Args:
-            given: Models whose statistics are averaged, beside those that were trained by their `train_step`.
+        Call this eagerly and on all workers. Statistics of the `given` models are averaged, beside those of models that
+        were trained by their `train_step`.
         """
         # Objects that were deleted may still exist on some workers, so only trained ones are considered.
         counts = {synced: count for synced in self._known() if (count := synced.number_of_updates())}

@@ -246,9 +246,8 @@ class SyncedOptimizer:
     def resume(self, *, same_workers: bool) -> None:
         """Continues with restored variables, between two steps.
 
-        Args:
-            same_workers: Whether weights and counters are those of this worker. Otherwise training continues with the
-                anchors, as the last exchange has left them, unless all weights were equal.
+        With the `same_workers`, weights and counters are those of this worker. Otherwise training continues with the
+        anchors, as the last exchange has left them, unless all weights were equal.
         """
         updates = self.number_of_updates()
         if same_workers:

@@ -209,7 +209,7 @@ class ChiefTraining:
         self, functions: WorkerFunctions, batches: list[Any], part: PartInfo, tag: _TrainTag, phase: int = 0
     ) -> None:
         if isinstance(batches[0], WorkerIterator):
-            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), part.pack())
+            args: tuple[Any, ...] = (batches[0].dataset.iterators, len(batches), part.pack())
             self._scheduler.schedule(functions.train_on_iterator, args, tag)
         else:
             self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack(), phase), tag, tag.worker)

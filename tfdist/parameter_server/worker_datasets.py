@@ -14,13 +14,8 @@ class WorkerIterator:
     """Represents the workers' iterators where `fit` expects an iterator of the chief."""
 
     def __init__(self, dataset: "WorkerDatasets") -> None:
-        """Creates an iterator over `dataset`."""
+        """Creates an iterator over `dataset`; a new epoch continues where the previous one ended."""
         self.dataset = dataset
-
-    @property
-    def on_workers(self) -> Any:
-        """Returns the workers' iterators; a new epoch continues where the previous one ended."""
-        return self.dataset.iterators
 
     def __iter__(self) -> "WorkerIterator":
         return self

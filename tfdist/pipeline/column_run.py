@@ -273,23 +273,14 @@ class CopyRun:
         index, values = task.stage, column.values[task.stage]
         totals, num_weights = column.gradients[index], len(values.trainable)
         for place, (position, gradient) in enumerate(zip(values.trainable, gradients[:num_weights], strict=True)):
-            is_fixed = position in function.fixed_tables
-            own = _dense(gradient, values.current[position].shape) if is_fixed else gradient
-            totals[place] = added(totals[place], own)
+            if position in function.fixed_tables and gradient is not None:
+                # One process looks up these rows once a batch, and each micro-batch again. Dense gradients are added
+                # row by row; rows of `tf.IndexedSlices` would be squared separately.
+                gradient = tf.convert_to_tensor(gradient)
+                gradient.set_shape(values.current[position].shape)
+            totals[place] = added(totals[place], gradient)
         for position, gradient in zip(function.inputs, gradients[num_weights:], strict=True):
             if gradient is not None:
                 column.received[id(function.stage.inputs[position]), task.micro_batch].append(gradient)
         present = [gradient for gradient in gradients if gradient is not None]
         column.last[index] = [getattr(gradient, "values", gradient).op for gradient in present[:1]]
-
-
-def _dense(gradient: Any, shape: Any) -> Any:
-    """Returns the gradient of a table whose rows one process looks up once a batch, and each micro-batch again.
-
-    Dense gradients are added row by row. Rows of `tf.IndexedSlices` would be squared separately.
-    """
-    if gradient is None:
-        return None
-    dense = tf.convert_to_tensor(gradient)
-    dense.set_shape(shape)
-    return dense

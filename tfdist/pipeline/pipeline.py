@@ -108,13 +108,10 @@ def most_held(schedule: str, stage: int, stages: int, micro_batches: int) -> int
 
 
 def execution_order(orders: Sequence[Sequence[Task]]) -> list[Task]:
-    """Returns the tasks of all stages so that each follows those whose results it needs.
+    """Returns the tasks of all stages, by stage in their order, so that each follows those whose results it needs.
 
     A forward pass needs that of the same micro-batch in the stage before, a backward pass needs its own forward pass
     and the backward pass in the stage after.
-
-    Args:
-        orders: By stage, its tasks in their order.
 
     >>> orders = [tasks_of_stage("1f1b", stage, 2, 2) for stage in range(2)]
     >>> [(task.stage, str(task)) for task in execution_order(orders)]
@@ -164,9 +161,7 @@ def start_times(pipeline: Pipeline) -> dict[Task, int]:
 def schedule_picture(pipeline: Pipeline, width: int = 100) -> Iterator[str]:
     r"""Yields the lines of a picture with a row for each stage, and time from left to right.
 
-    Args:
-        pipeline: The options of the pipeline.
-        width: The largest number of characters of a line. A picture that does not fit shows the beginning of the step.
+    A picture that does not fit into `width` characters shows the beginning of the step.
 
     >>> print("\n".join(schedule_picture(Pipeline(stages=2, micro_batches=3))))
     F0: micro-batch 0 forward, B0: backward, taken as twice as long, '.': the stage waits

@@ -38,17 +38,7 @@ from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelineStep:
-    """The steps of a placed model. Call its methods while a function is traced.
-
-    Attributes:
-        model: The Keras model.
-        stages: Its stages.
-        columns: Their devices and copies.
-        pipeline: The options.
-        chief: The device of batches and scalars.
-        reduction: Sums the gradients of the columns.
-        counters: Count what the steps send.
-    """
+    """The steps of a placed model, with batches on the chief. Call its methods while a function is traced."""
 
     model: Any
     stages: ModelStages

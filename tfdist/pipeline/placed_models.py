@@ -34,20 +34,11 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class PlacedModels:
-    """Cuts and places each model of a strategy when its first step is traced.
-
-    Attributes:
-        strategy: The strategy, with a `PlacedExtended`.
-        pipeline: The options of the pipeline.
-        new_columns: Creates the columns of a model that is not placed yet.
-        chief: The device of batches and scalars.
-        reduction: Sums the gradients of the columns.
-        counters: Count what the steps send.
-    """
+    """Cuts and places each model of a strategy, with a `PlacedExtended`, when its first step is traced."""
 
     strategy: Any
     pipeline: Pipeline
-    new_columns: Callable[[], Columns]
+    new_columns: Callable[[], Columns]  # of a model that is not placed yet
     chief: str
     reduction: ColumnReduction
     counters: LinkCounters

@@ -144,12 +144,9 @@ class StageFunction:
     def backward(
         self, to_differentiate: Any, seeds: Sequence[Sequence[Any]], after: Sequence[list[tf.Operation]]
     ) -> list[list[Any]]:
-        """Adds the backward pass of a micro-batch to the graph, from what `forward` has returned to differentiate.
+        """Adds the backward pass of a micro-batch, for what `forward` has returned to differentiate, to the graph.
 
-        Args:
-            to_differentiate: See `forward`.
-            seeds: By device, the gradients of the outputs and of the stage's loss; None without one.
-            after: By device, the operations for which it waits.
+        The `seeds` are by device the gradients of the outputs and of the stage's loss; None without one.
 
         Returns:
             By device the gradients of `weights` and `inputs`, dense, `tf.IndexedSlices` or None; none at all if
@@ -252,15 +249,9 @@ class StepFunctions:
         chief: str,
         trace: Callable[..., StageFunction],
     ) -> None:
-        """Prepares a step.
+        """Prepares a step; see `divisors_of` for `batch`. The divisors are on the chief.
 
-        Args:
-            model: The Keras model.
-            stages: Its stages.
-            kind: Which functions are traced.
-            batch: As for `divisors_of`.
-            chief: The device of the divisors.
-            trace: Creates the function of a stage, as `StageFunction` does.
+        `trace` creates the function of a stage, as `StageFunction` does.
         """
         self.stages = stages
         self._model, self._kind, self._batch, self._chief = model, kind, batch, chief

@@ -83,14 +83,10 @@ def unrecorded(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def record_transfer(kind: str, tensors: Iterable[Any], target: str, *, rows: Any = None, share: float = 1.0) -> None:
-    """Announces that operations on the device `target` use tensors of another device.
+    """Announces that operations on the device `target` use tensors or `tf.IndexedSlices` of another device.
 
-    Args:
-        kind: What is sent, the name of a field of `LinkStats`.
-        tensors: Tensors or `tf.IndexedSlices`; None is ignored.
-        target: The full name of the receiving device.
-        rows: The size of the first axis if it is not static: an int, or an int scalar on the device of batches.
-        share: The part of tensors of static shape that is sent.
+    The `kind` is the name of a field of `LinkStats`. `rows` is the size of the first axis if it is not static: an int,
+    or an int scalar on the device of batches. A `share` of tensors of static shape is sent.
     """
     transfers = _current.get()
     if transfers is None:

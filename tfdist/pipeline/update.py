@@ -64,15 +64,11 @@ def update_columns(
     *,
     compiles_large: bool,
 ) -> None:
-    """Updates the variables of all columns as the optimizer would update them in one process.
+    """Updates the trainable `variables` of all columns as the compiled optimizer would update them in one process.
 
-    Args:
-        optimizer: The compiled optimizer.
-        variables: The trainable variables.
-        gradients: By column and variable, of the loss of the batch; equal in all columns, on the devices of their
-            variables. None for a variable that the loss does not depend on.
-        columns: The columns.
-        compiles_large: Whether XLA may compile the updates of large variables on CPUs.
+    `gradients` are by column and variable, of the loss of the batch; equal in all columns, on the devices of their
+    variables, and None for a variable that the loss does not depend on. XLA may compile the updates of large variables
+    on CPUs if `compiles_large`.
     """
     inner, outer = optimizer_and_loss_scale(optimizer)
     known = positions_of_gradients(inner, gradients[0], variables)

@@ -122,7 +122,9 @@ def _shard(whole: Any, axis: int, rank: int, device: str, ways: int, *, is_slot:
         with tf.init_scope(), tf.device(device):
             value = whole.constant(shape)
             if own_size < of_part and not is_slot:
-                value = tf.where(_position(axis, shape) < own_size, value, tf.zeros([], value.dtype))
+                along_axis = [-1 if index == axis else 1 for index in range(len(shape))]
+                is_own = tf.reshape(tf.range(of_part), along_axis) < own_size
+                value = tf.where(is_own, value, tf.zeros([], value.dtype))
             return variable_like(whole, device, value)
     with tf.init_scope(), tf.device(whole.device):
         value = whole.read_value()
@@ -130,19 +132,10 @@ def _shard(whole: Any, axis: int, rank: int, device: str, ways: int, *, is_slot:
         extent = [max(own_size, 1) if index == axis else -1 for index in range(len(shape))]
         value = tf.slice(value, begin, extent)  # of a part without values the last one, to pad it
         if own_size < of_part:
-            value = _with_padding(value, axis, own_size, of_part, is_slot=is_slot)
+            last = tf.gather(value, [value.shape[axis] - 1] * (of_part - own_size), axis=axis)
+            padding = last if is_slot else tf.zeros_like(last)
+            value = tf.concat([value, padding], axis) if own_size else padding
     return variable_like(whole, device, value)
-
-
-def _position(axis: int, shape: Sequence[int]) -> tf.Tensor:
-    """Returns the position along an axis, of a shape that is broadcast."""
-    return tf.reshape(tf.range(shape[axis]), [-1 if index == axis else 1 for index in range(len(shape))])
-
-
-def _with_padding(value: tf.Tensor, axis: int, own_size: int, of_part: int, *, is_slot: bool) -> tf.Tensor:
-    last = tf.gather(value, [value.shape[axis] - 1] * (of_part - own_size), axis=axis)
-    padding = last if is_slot else tf.zeros_like(last)
-    return tf.concat([value, padding], axis) if own_size else padding
 
 
 class ShardLayout:
@@ -187,14 +180,6 @@ class ShardLayout:
         self._layout_map = layout_map
         self._unused = {id(layout_map[key]): key for key in of_variables}
 
-    def axis_of(self, variable: Any) -> int | None:
-        """Returns the axis along which a Keras variable is split; None if each device holds all of it.
-
-        Raises:
-            ValueError: As `axis_at`.
-        """
-        return self.axis_at(variable.path, tuple(variable.shape))
-
     def axis_at(self, path: str, shape: tuple[int, ...]) -> int | None:
         """Returns the axis along which a variable with this path and shape is split, or None.
 
@@ -223,7 +208,7 @@ class ShardLayout:
 
     def shape_of_part(self, variable: Any) -> tuple[int, ...]:
         """Returns the shape of what a device has of a Keras variable. Raises: as `axis_at`."""
-        return part_shape(variable.shape, self.axis_of(variable), self.ways)
+        return part_shape(variable.shape, self.axis_at(variable.path, tuple(variable.shape)), self.ways)
 
     def warn_of_unused_keys(self) -> None:
         """Warns, once, of keys that have matched no path of a variable so far."""
@@ -240,7 +225,7 @@ class ShardLayout:
 
     def axes_of(self, variables: Iterable[Any]) -> dict[int, int]:
         """Returns by the id of each split variable its axis."""
-        axes = {id(variable): self.axis_of(variable) for variable in variables}
+        axes = {id(variable): self.axis_at(variable.path, tuple(variable.shape)) for variable in variables}
         return {key: axis for key, axis in axes.items() if axis is not None}
 
 
@@ -264,7 +249,10 @@ class ShardCreation:
                 return None
             group, axis = [shard.device for shard in beside.shards[: self._layout.ways]], beside.axis
         else:
-            of_layout = self._axis(new)
+            try:
+                of_layout = self._layout.axis_at(new.path, tuple(new.shape))
+            except ValueError:  # which the first step raises if a stage uses the variable
+                return None
             if of_layout is None:
                 return None
             group, axis = self._groups[self._extended.device_of_next()], of_layout
@@ -276,9 +264,3 @@ class ShardCreation:
         elif (size := variable.shards[0].shape.num_elements()) is not None:
             self._extended.count_bytes(group[0], size * variable.dtype.size)
         return variable
-
-    def _axis(self, new: NewValue) -> int | None:
-        try:
-            return self._layout.axis_at(new.path, tuple(new.shape))
-        except ValueError:  # which the first step raises if a stage uses the variable
-            return None
