@@ -321,10 +321,8 @@ class WorkerScope(keras.StatelessScope):
     def _count(self, variable: keras.Variable) -> None:
         if id(variable) not in self._read:
             self._read.add(id(variable))
-            size = _dtype_of(variable).size
-            if self.pull_dtype is not None and self._is_pulled_as_less(variable):
-                size = self.pull_dtype.size
-            self.bytes_pulled += (tf.TensorShape(variable.shape).num_elements() or 0) * size
+            elements = tf.TensorShape(variable.shape).num_elements() or 0
+            self.bytes_pulled += elements * self._pulled_dtype(variable).size
 
 
 def _dtype_of(variable: keras.Variable) -> tf.DType:

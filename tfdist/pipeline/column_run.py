@@ -28,15 +28,11 @@ class StageValues:
 
     Attributes:
         current: Those for the next micro-batch, in the order of the stage's variables.
-        trainable: The positions of the variables that are trained.
     """
 
-    def __init__(
-        self, stage: Stage, values: list[tf.Tensor], trainable: Collection[int], averaged: Collection[int]
-    ) -> None:
-        """Starts with `values` before the step; `trainable`, and the moving statistics `averaged`, are ids."""
+    def __init__(self, stage: Stage, values: list[tf.Tensor], averaged: Collection[int]) -> None:
+        """Starts with `values` before the step; moving statistics have the ids `averaged`."""
         self.current = values
-        self.trainable = [i for i, variable in enumerate(stage.variables) if id(variable) in trainable]
         self._positions = {id(variable): i for i, variable in enumerate(stage.variables)}
         self._averaged = averaged
         self._sums: dict[int, tf.Tensor] = {}
@@ -84,7 +80,7 @@ def read_values(
 
 
 def changed_states(
-    stages: ModelStages, columns: Sequence[Sequence[StageValues]], seeds: Collection[int], averaged: Collection[int]
+    stages: ModelStages, columns: Sequence[Sequence[StageValues]], seeds: Collection[int]
 ) -> dict[int, list[tf.Tensor]]:
     """Returns by the id of a variable the states of all columns that its owner leaves.
 
@@ -130,13 +126,13 @@ class ColumnRun:
     Attributes:
         results: By stage and micro-batch, what the stage has returned.
         values: By stage, the values of its variables, and the states that layers have changed.
-        gradients: By stage, the sums of the gradients of its trainable variables, or None.
+        gradients: By stage and position of a trainable variable, the sum of its gradients, or None.
         data: By micro-batch, its rows of inputs, targets and weights for the losses.
     """
 
     def __init__(self, values: Sequence[StageValues]) -> None:
         self.results: dict[tuple[int, int], StageResult] = {}
-        self.gradients: list[list[Any]] = [[None] * len(of_stage.trainable) for of_stage in values]
+        self.gradients: list[dict[int, Any]] = [{} for _ in values]
         self.data: list[Any] = []
         self.values = values
         self.sent: dict[tuple[int, int], tuple[tf.Tensor, Any]] = {}  # tensor and mask by tensor and micro-batch
@@ -270,15 +266,15 @@ class CopyRun:
 
     def _add(self, column: ColumnRun, task: Task, function: StageFunction, gradients: Sequence[Any]) -> None:
         """Adds the gradients of weights to those of earlier micro-batches, and sends the others to earlier stages."""
-        index, values = task.stage, column.values[task.stage]
-        totals, num_weights = column.gradients[index], len(values.trainable)
-        for place, (position, gradient) in enumerate(zip(values.trainable, gradients[:num_weights], strict=True)):
+        index, num_weights = task.stage, len(function.weights)
+        totals = column.gradients[index]
+        for position, gradient in zip(function.weights, gradients[:num_weights], strict=True):
             if position in function.fixed_tables and gradient is not None:
                 # One process looks up these rows once a batch, and each micro-batch again. Dense gradients are added
                 # row by row; rows of `tf.IndexedSlices` would be squared separately.
                 gradient = tf.convert_to_tensor(gradient)
-                gradient.set_shape(values.current[position].shape)
-            totals[place] = added(totals[place], gradient)
+                gradient.set_shape(column.values[index].current[position].shape)
+            totals[position] = added(totals.get(position), gradient)
         for position, gradient in zip(function.inputs, gradients[num_weights:], strict=True):
             if gradient is not None:
                 column.received[id(function.stage.inputs[position]), task.micro_batch].append(gradient)

@@ -123,7 +123,7 @@ class _Batch:
 
     def __init__(self, step: PipelineStep, data: Any, kind: StageKind) -> None:
         model, self._stages, self._columns = step.model, step.stages, step.columns
-        self._model, self._pipeline, self._kind, self._chief = model, step.pipeline, kind, step.chief
+        self._model, self._pipeline, self._chief = model, step.pipeline, step.chief
         self.devices = step.columns.devices
         self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._inputs = self._stages.graph.flat_inputs(self.x)
@@ -132,6 +132,7 @@ class _Batch:
         self._ways = step.columns.ways
         parts = step.pipeline.micro_batches * (len(self.devices) // self._ways)
         self._parts = micro_batches_of([self._inputs, self._data], parts)
+        self._kind = dataclasses.replace(kind, is_even=are_even(self._parts))
         self._seeds = seed_states(model)
         self._averaged = {id(variable) for variable in batch_statistics(model)} if kind.training else set()
         self.runs: list[ColumnRun] = []
@@ -141,18 +142,16 @@ class _Batch:
     def run(self, loss_scale: tf.Tensor | None) -> None:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
         batch = (self._inputs, self._data)
-        kind = dataclasses.replace(self._kind, is_even=are_even(self._parts))
         trace = self._columns.stage_function
-        functions = StepFunctions(self._model, self._stages, kind, batch, self._chief, trace)
+        functions = StepFunctions(self._model, self._stages, self._kind, batch, self._chief, trace)
         pipeline, count = self._pipeline, len(self._stages.stages)
         orders = [
             tasks_of_stage(pipeline.schedule, index, count, pipeline.micro_batches, training=loss_scale is not None)
             for index in range(count)
         ]
-        trainable = {id(variable) for variable in self._model.trainable_variables}
         for group in range(len(self.devices) // self._ways):
             columns = range(group * self._ways, (group + 1) * self._ways)
-            values = [self._values(column, group, trainable if loss_scale is not None else ()) for column in columns]
+            values = [self._values(column, group) for column in columns]
             first = group * pipeline.micro_batches
             parts = self._parts[first : first + pipeline.micro_batches]
             devices = [self.devices[column] for column in columns]
@@ -167,16 +166,12 @@ class _Batch:
                 "a `loss` in `compile`, a layer with `add_loss`, or a regularizer."
             )
 
-    def _values(self, column: int, group: int, trainable: Collection[int]) -> list[StageValues]:
+    def _values(self, column: int, group: int) -> list[StageValues]:
         """Returns the values of the variables of a column by stage."""
-        devices = self.devices[column]
+        devices, stages = self.devices[column], self._stages
         with self._columns.entered(column):
-            return [
-                StageValues(
-                    stage, read_values(self._stages, stage, devices, self._seeds, group), trainable, self._averaged
-                )
-                for stage in self._stages.stages
-            ]
+            values = [read_values(stages, stage, devices, self._seeds, group) for stage in stages.stages]
+        return [StageValues(*pair, self._averaged) for pair in zip(stages.stages, values, strict=True)]
 
     @property
     def _whole_runs(self) -> list[ColumnRun]:
@@ -190,7 +185,7 @@ class _Batch:
     def assign_states(self) -> None:
         """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""
         of_columns = [run.values for run in self._whole_runs]
-        states = changed_states(self._stages, of_columns, self._seeds, self._averaged)
+        states = changed_states(self._stages, of_columns, self._seeds)
         variables = {id(variable): variable for variable in self._stages.variables}
         with self._columns.updating():
             for key, values in states.items():
@@ -332,8 +327,8 @@ def by_column(sums: Sequence[Sequence[Any]], columns: Columns) -> list[list[Any]
 def _of_variables(stages: ModelStages, columns: Columns, run: Any, column: int) -> dict[int, Any]:
     """Sums a column's gradients over the stages that share a variable, on the device that holds it."""
     totals: dict[int, Any] = {}
-    for stage, values, gradients in zip(stages.stages, run.values, run.gradients, strict=True):
-        for position, gradient in zip(values.trainable, gradients, strict=True):
+    for stage, gradients in zip(stages.stages, run.gradients, strict=True):
+        for position, gradient in gradients.items():
             key, device = id(stage.variables[position]), columns.devices_of(stage.variables[position])[column]
             record_transfer(WEIGHT_GRADIENT, [gradient], device)
             with tf.device(device):
