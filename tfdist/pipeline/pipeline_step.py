@@ -16,9 +16,17 @@ from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.pipeline.batch_rows import are_even, micro_batches_of
 from tfdist.pipeline.column_reduction import ColumnGradient, ColumnReduction
-from tfdist.pipeline.column_run import ColumnRun, CopyRun, StageValues, changed_states, combined_state, read_values
+from tfdist.pipeline.column_run import (
+    ColumnRun,
+    CopyRun,
+    StageValues,
+    are_even,
+    changed_states,
+    combined_state,
+    micro_batches_of,
+    read_values,
+)
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.pipeline import Pipeline, tasks_of_stage
 from tfdist.pipeline.stage_functions import StageKind, StepFunctions
