@@ -16,10 +16,9 @@ from tfdist.keras_internals.model_introspection import bound_step, is_predict_st
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.layer_costs import measured_costs
 from tfdist.pipeline.pipeline import Pipeline, schedule_picture
 from tfdist.pipeline.placed_models import PlacedModels, check_model_for_stages, variable_bytes_by_device
-from tfdist.pipeline.stages import stage_table, stages_of
+from tfdist.pipeline.stages import measured_costs, stage_table, stages_of
 from tfdist.pipeline.transfers import DENSE, UPDATES, LinkCounters
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve

@@ -16,7 +16,7 @@ from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, M
 from tfdist.planning.step_costs import activation_bytes, addition_seconds, step_of
 from tfdist.utils.balanced_starts import balanced_starts
 
-_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/layer_costs.py`
+_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/stages.py`
 # A block of a transformer has two sums of its activations in each direction (`docs/communication_volume.md`); a pair of
 # dense layers has one, so for these it is an upper limit.
 _SUMS_OF_LAYER = 4
