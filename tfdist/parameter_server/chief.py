@@ -351,19 +351,16 @@ class MetricSums:
     def __init__(self, model: keras.Model) -> None:
         """Starts with the present values of the model's metrics."""
         self._model = model
-        self._sums: list[np.ndarray] | None = None
-        self._is_new = False
-        self._known: dict[str, Any] = {}
         self._logs: LogPart = {"values": {}, "is_result": np.zeros([0, 0], bool)}
-        self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
-        self.has_results = False
+        self.reset()
         # Eagerly, computing a result takes longer than the chief may spend on a batch.
         self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
-        self._sums, self._known, self._is_new = None, {}, False
-        self._numbers, self._next, self._early = 0, 0, {}
-        self.has_results = False
+        self._sums: list[np.ndarray] | None = None
+        self._known: dict[str, Any] = {}
+        self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
+        self._is_new = self.has_results = False
 
     def add(self, metrics: Sequence[tf.Tensor], logs: LogPart) -> None:
         """Adds a step; see `add_parts`."""

@@ -22,7 +22,7 @@ from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.modes import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.scheduler import pause
-from tfdist.parameter_server.step_results import ResultPacking, named_log_part
+from tfdist.parameter_server.step_results import named_log_part
 from tfdist.parameter_server.unsupported_features import reject_unsupported_clients
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
@@ -107,8 +107,8 @@ class FederatedChief(ChiefTraining):
 
     def _new_functions(self) -> "ClientFunctions":
         buffers = GradientBuffers(self._num_buffers)
-        model, encoder, packing = self._model, self._encoder, self._packing
-        return ClientFunctions(model, self._strategy, encoder, buffers, packing, self._server_optimizer)
+        arguments = (self._model, self._strategy, self._encoder, buffers, self._packing)
+        return ClientFunctions(*arguments, server_optimizer=self._server_optimizer)
 
     def _finish_scheduled(self) -> None:
         # Not for clients: one that is late or lost may never end.
@@ -298,17 +298,9 @@ class ClientFunctions(WorkerFunctions):
     _encoder: ClientEncoder
     _buffers: GradientBuffers
 
-    def __init__(
-        self,
-        model: keras.Model,
-        strategy: Any,
-        encoder: ClientEncoder,
-        buffers: GradientBuffers,
-        packing: ResultPacking,
-        server_optimizer: Any,
-    ) -> None:
-        """Creates the functions; see `WorkerFunctions`. The server's optimizer is built."""
-        super().__init__(model, strategy, encoder, buffers, packing)
+    def __init__(self, *arguments: Any, server_optimizer: Any) -> None:
+        """Creates the functions with the arguments of `WorkerFunctions`. The server's optimizer is built."""
+        super().__init__(*arguments)
         self._server_optimizer = server_optimizer
         self._name = f"tfdist/client/{next(_numbers)}"
         self.train_client = tf.function(self._train_client, autograph=False)

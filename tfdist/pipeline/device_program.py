@@ -138,14 +138,7 @@ class DeviceProgram:
         after: Sequence[list[tf.Operation]] | None = None,
         rows: Any = None,
     ) -> tuple[list[Any], "ProgramState"]:
-        """Adds the forward pass of all devices to the graph.
-
-        `arguments`, `devices` and the operations `after` which it begins are by device; `rows` is the number of
-        samples, if it is not static.
-
-        Returns:
-            By device the results, and what the backward pass needs.
-        """
+        """Adds the forward pass of all devices to the graph; see `StageFunction.forward`."""
         _keep_alive(self)
         known: list[dict[str, tf.Tensor]] = []
         for rank, (of_device, device) in enumerate(zip(arguments, devices, strict=True)):

@@ -34,14 +34,12 @@ class ShardExchange:
     Attributes:
         layer: The name of the layer call.
         kind: `SUM` or `GATHER`.
-        is_backward: Whether it is in the backward pass.
         shape: The shape of what each device gives, in which None is the number of samples.
         dtype: Its dtype.
     """
 
     layer: str
     kind: str
-    is_backward: bool
     shape: tf.TensorShape
     dtype: tf.DType
 
@@ -172,8 +170,7 @@ class ShardGroup(ExchangeRecord):
             "variables of this layer from the layout map.",
         )
         if send is not None:
-            name = layer or self.layer
-            self.made.append(ShardExchange(name, kind, self._is_backward, tf.TensorShape(shape), received.dtype))
+            self.made.append(ShardExchange(layer or self.layer, kind, tf.TensorShape(shape), received.dtype))
         return received
 
 
