@@ -110,9 +110,12 @@ class ResultPacking:
         packed, separate, layout = [], [], list[tuple[tf.DType, list[int]] | None]()
         for value in tf.nest.flatten(structure):
             tensor = tf.convert_to_tensor(value)
-            if tensor.shape.is_fully_defined() and _is_number(tensor.dtype):
-                packed.append(tf.reshape(_bits(tensor), [-1]))
-                layout.append((tensor.dtype, tensor.shape.as_list()))
+            dtype = tensor.dtype
+            is_number = dtype == tf.bool or ((dtype.is_integer or dtype.is_floating) and dtype.size in _INTEGERS)
+            if tensor.shape.is_fully_defined() and is_number:
+                bits = tensor if dtype == tf.bool else tf.bitcast(tensor, _INTEGERS[dtype.size])
+                packed.append(tf.reshape(tf.cast(bits, tf.int64), [-1]))
+                layout.append((dtype, tensor.shape.as_list()))
             else:
                 separate.append(tensor)
                 layout.append(None)
@@ -140,13 +143,3 @@ class ResultPacking:
                 value = part.astype(_INTEGERS[dtype.size].as_numpy_dtype).view(dtype.as_numpy_dtype)
             values.append(value.reshape(shape))
         return tf.nest.pack_sequence_as(structure, values)
-
-
-def _is_number(dtype: tf.DType) -> bool:
-    return dtype == tf.bool or ((dtype.is_integer or dtype.is_floating) and dtype.size in _INTEGERS)
-
-
-def _bits(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype != tf.bool:
-        tensor = tf.bitcast(tensor, _INTEGERS[tensor.dtype.size])
-    return tf.cast(tensor, tf.int64)

@@ -229,7 +229,9 @@ def parts_between_exchanges(
         if index == 0:  # also results and effects of constants
             constants = [operation for operation in operations if number[operation.name] == _NO_EXCHANGE]
             of_part += [
-                constant for constant in constants if constant.name in of_effects or wanted & _results(constant)
+                constant
+                for constant in constants
+                if constant.name in of_effects or wanted & {tensor.name for tensor in constant.outputs}
             ]
         names = {operation.name for operation in of_part}
         later = [operation for operation in operations if operation.name not in names]
@@ -283,18 +285,16 @@ class _CutGraph:
         constants = [tensor.op for tensor in outside if tensor.op.name in self._of_constants]
         inputs = [tensor for tensor in outside if tensor.op.name not in self._of_constants]
         results = [tensor for operation in operations for tensor in operation.outputs if tensor.name in returned]
-        return self._function(names | needed_operations(*constants).keys(), inputs, results)
-
-    def _function(self, names: set[str], inputs: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> Part:
+        names |= needed_operations(*constants).keys()
         placeholders = {tensor.name: f"tfdist_input_{index}" for index, tensor in enumerate(inputs)}
         part = tf.compat.v1.GraphDef(versions=self._definition.versions, library=self._definition.library)
         for node in self._definition.node:
             if node.name in names:
                 copy = part.node.add()
                 copy.CopyFrom(node)
-                taken = [placeholders.get(_full_name(name), name) for name in node.input if not name.startswith("^")]
+                data = [name for name in node.input if not name.startswith("^")]
                 del copy.input[:]
-                copy.input.extend(taken)
+                copy.input.extend(placeholders.get(name if ":" in name else f"{name}:0", name) for name in data)
                 copy.attr.pop("_class", None)
         for tensor in inputs:
             node = part.node.add(name=placeholders[tensor.name], op="Placeholder")
@@ -335,17 +335,9 @@ def _in_order(graph: Any) -> list[tf.Operation]:
     return list(ordered.values())
 
 
-def _results(operation: tf.Operation) -> set[str]:
-    return {tensor.name for tensor in operation.outputs}
-
-
 def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
 
 
 def _operation(name: str) -> str:
     return name.partition(":")[0]
-
-
-def _full_name(name: str) -> str:
-    return name if ":" in name else f"{name}:0"

@@ -168,7 +168,9 @@ class _Batch:
                 run.run(orders, self._inputs, self._data)
             self.runs += run.columns
             self._accuracies = run.accuracies
-        if self._kind.has_loss and not self._has_loss():
+        regularized = any(getattr(variable, "regularizer", None) for variable in self._model.trainable_variables)
+        results = [result for run in self.runs for result in run.results.values()]
+        if self._kind.has_loss and not regularized and all(result.loss is None for result in results):
             raise ValueError(
                 "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
                 "a `loss` in `compile`, a layer with `add_loss`, or a regularizer."
@@ -185,10 +187,6 @@ class _Batch:
     def _whole_runs(self) -> list[ColumnRun]:
         """Of each group of columns that share a copy of the model, the first one's run."""
         return self.runs[:: self._ways]
-
-    def _has_loss(self) -> bool:
-        regularized = any(getattr(variable, "regularizer", None) for variable in self._model.trainable_variables)
-        return regularized or any(result.loss is not None for run in self.runs for result in run.results.values())
 
     def assign_states(self) -> None:
         """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""

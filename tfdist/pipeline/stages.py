@@ -93,7 +93,8 @@ def _timed(call: LayerCall, values: dict[int, Any], device: str) -> tuple[list[t
             tape.watch(sources)
             given = dict(zip(map(id, symbolic), tensors, strict=True))
             results = [tf.convert_to_tensor(one) for one in call(given, training=True)]
-            targets = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in [*results, *scope.losses] if _is_real(one)]
+            computed = [tf.convert_to_tensor(one) for one in [*results, *scope.losses]]
+            targets = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in computed if one.dtype.is_floating]
         gradients = tape.gradient(tf.add_n(targets), sources) if targets and sources else []
         ends = [tf.reduce_sum(tf.cast(getattr(one, "values", one), tf.float32)) for one in gradients if one is not None]
         return results, tf.add_n([tf.zeros([]), *targets, *ends])
@@ -110,10 +111,6 @@ def _timed(call: LayerCall, values: dict[int, Any], device: str) -> tuple[list[t
             function(tensors, weights)[1].numpy()
             durations.append(time.perf_counter() - start)
     return results, min(durations)
-
-
-def _is_real(tensor: Any) -> bool:
-    return tf.convert_to_tensor(tensor).dtype.is_floating
 
 
 @dataclass(frozen=True)

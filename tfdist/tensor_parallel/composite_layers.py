@@ -113,11 +113,9 @@ def hidden_values_of(inner: InnerCalls, layer: Any) -> "HiddenValues | None":
     is_known = all(is_dense(one) and inner.only_call_of(one) for one in (*found.columns, *found.rows))
     if not is_known or len({kernel_of(one).shape[1] for one in found.columns}) > 1:
         return None
-    return found if all(_stays_split(one.activation) for one in found.columns) else None
-
-
-def _stays_split(activation: Any) -> bool:
-    return activation is keras.activations.softmax or is_elementwise_function(activation)
+    activations = [one.activation for one in found.columns]
+    stays_split = all(one is keras.activations.softmax or is_elementwise_function(one) for one in activations)
+    return found if stays_split else None
 
 
 def _passes(layer: Any) -> bool:

@@ -39,16 +39,13 @@ def update_by_gathering(
     """
     separate = SeparateFunctions(optimizer)
     for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
-        state = [variable, *filter(_is_split, slots_of(optimizer, variable))]
+        slots = slots_of(optimizer, variable)
+        state = [variable, *(slot for slot in slots if isinstance(held_variable(slot), SplitVariable))]
         # All are read before the first of them changes.
         read = [_read_parts(of_state) for of_state in state]
         for column, device in enumerate(columns.devices_of(variable)):
             with columns.entered(column), tf.device(device):
                 _update_in_column(optimizer, state, read, of_columns, column, columns.ways, separate)
-
-
-def _is_split(variable: keras.Variable) -> bool:
-    return isinstance(held_variable(variable), SplitVariable)
 
 
 def _read_parts(variable: keras.Variable) -> tuple[SplitVariable, list[tf.Tensor]]:

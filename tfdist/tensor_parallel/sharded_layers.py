@@ -93,7 +93,8 @@ def takes_parts(operation: Any, axis: int) -> bool:
 
 def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
     """Yields the layers of a layer call that compute on parts of variables; `axes` is by the id of a split one."""
-    if is_attention(operation) and _is_split_by_heads(operation, axes) and not is_rematerialized(operation):
+    is_split = is_attention(operation) and all(axes.get(id(kernel_of(one))) == 1 for one in projections_of(operation))
+    if is_split and not is_rematerialized(operation):
         inner = [*projections_of(operation), output_projection_of(operation)]
         if all(map(_is_plain, inner)):
             yield from inner
@@ -112,10 +113,6 @@ def _is_plain(layer: Any) -> bool:
     is_changed = getattr(layer, "lora_enabled", False) or layer.quantization_mode or layer.activity_regularizer
     contracts = type(layer) is not keras.layers.EinsumDense or _Letters.of(layer) is not None
     return contracts and not is_changed and not is_rematerialized(layer)
-
-
-def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:
-    return all(axes.get(id(kernel_of(one))) == 1 for one in projections_of(layer))
 
 
 def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., Any]:

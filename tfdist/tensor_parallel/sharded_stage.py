@@ -223,6 +223,7 @@ class ShardedStageFunction(StageFunction):
         aware = known.layers
         inputs = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
         splits = {self._split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        has_mask = any(get_mask(tensor) is not None for tensor in inputs.values())
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
         replaced |= {layer: self._dropped(layer, axis, size) for layer, axis, size in known.dropouts}
         for layer in [layer for layer in aware if id(layer) in known.whole]:
@@ -231,7 +232,7 @@ class ShardedStageFunction(StageFunction):
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
             replaced[layer] = self._dropped(layer, axis, call.inputs[0].shape[axis])
-        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(inputs):
+        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not has_mask:
             size = call.inputs[0].shape[-1]
             replaced[call.operation] = lambda x, mask=None: split_softmax(x, group, size)
         elif not _takes_parts(call, aware, splits):
@@ -310,10 +311,6 @@ def _takes_parts(call: LayerCall, aware: Any, splits: set[int | None]) -> bool:
     if others or axis is None or len(ranks) > 1:
         return False  # whole ones stay as they are
     return is_elementwise(call.operation) or bool(aware) and takes_parts(call.operation, axis - ranks.pop())
-
-
-def _has_mask(tensors: Mapping[int, Any]) -> bool:
-    return any(get_mask(tensor) is not None for tensor in tensors.values())
 
 
 def _as_tensors(gradient: Any) -> Any:
