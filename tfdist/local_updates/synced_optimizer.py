@@ -103,11 +103,7 @@ class Fragment:
 
 
 def new_fragments(update: OptimizerUpdate, mode: LocalMode) -> list[Fragment]:
-    """Splits the variables of a built optimizer. Call this eagerly, in the scope of the strategy.
-
-    Raises:
-        ValueError: If there are fewer variables than fragments.
-    """
+    """Splits the variables of a built optimizer. Call this eagerly, in the scope of the strategy."""
     variables, paths = update.variables, update.paths
     if mode.fragments > len(variables):
         raise ValueError(

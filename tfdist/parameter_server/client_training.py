@@ -62,11 +62,7 @@ class LocalSteps:
         return _current.get()
 
     def gradients(self, update: OptimizerUpdate, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the gradients with that of the proximal term.
-
-        Raises:
-            ValueError: The update is that of another optimizer than the compiled one, whose variables have no copies.
-        """
+        """Returns the gradients with that of the proximal term."""
         if update.optimizer is not self._optimizer:
             raise ValueError(
                 "A client updates by the model's optimizer alone. Received: an update by another optimizer in "

@@ -130,18 +130,18 @@ class FederatedChief(ChiefTraining):
             )
         self._use(data)
         number = self._next_number()
-        done = self._run_client_round(functions, number, self._wait_for_clients(number))
-        for client in sorted(done):  # in this order, so that rounding does not depend on who was first
-            _, result = done[client]
+        # By client, so that rounding does not depend on who was first.
+        done = dict(sorted(self._run_client_round(functions, number, self._wait_for_clients(number)).items()))
+        for _, result in done.values():
             self._sums.add(result["metrics"], result["logs"])
-        weights = sample_fractions([int(done[client][1]["report"]["samples"]) for client in sorted(done)])
-        buffers = [done[client][0] for client in sorted(done)]
+        weights = sample_fractions([int(result["report"]["samples"]) for _, result in done.values()])
+        buffers = [buffer for buffer, _ in done.values()]
         # Always as many: another number would be traced, and TensorFlow would send the new function to all workers and
         # wait for one that is frozen.
         missing = self._mode.num_chosen(self._workers) - len(buffers)
         buffers, weights = buffers + buffers[:1] * missing, weights + [0.0] * missing
         functions.update(tf.constant(buffers, tf.int32), tf.constant(weights, tf.float64))
-        trained = [[client] for client in sorted(done)]
+        trained = [[client] for client in done]
         steps = tf.fill([len(done)], tf.constant(self._mode.local_steps, tf.int64))
         self._positions.assign(tf.tensor_scatter_nd_add(self._positions, trained, steps))
         self._drawn[:] = self._positions.numpy()

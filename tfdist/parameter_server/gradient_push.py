@@ -198,9 +198,6 @@ def update_directly(optimizer: Any, gradients: list[Any]) -> None:
     """Updates by the gradients of a custom training loop, which schedules its functions itself.
 
     Keras counts the update afterwards.
-
-    Raises:
-        ValueError: The optimizer accumulates gradients.
     """
     if optimizer.accumulation_steps > 1:
         raise ValueError(

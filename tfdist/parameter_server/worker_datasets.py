@@ -76,11 +76,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
         return tf.nest.flatten(self._spec)[0].shape[0]
 
     def get_tf_dataset(self) -> "WorkerDatasets":
-        """Returns what the epoch iterator draws from.
-
-        Raises:
-            ValueError: The dataset is finite.
-        """
+        """Returns what the epoch iterator draws from."""
         if self._cardinality != tf.data.INFINITE_CARDINALITY:
             raise ValueError(
                 f"A worker's dataset is finite. Received: cardinality {self._cardinality}. Expected: an infinite one, "
@@ -115,9 +111,6 @@ class ClientDatasets(WorkerDatasets):
         """Traces `dataset_fn` for each client.
 
         The `input_pipeline_id` of the `tf.distribute.InputContext` that it takes is the number of the client.
-
-        Raises:
-            ValueError: `dataset_fn` does not return a dataset, or datasets whose elements differ in dtype or shape.
         """
         self.clients, self._strategy = clients, strategy
         self._functions = [_traced(dataset_fn, client, clients) for client in range(clients)]

@@ -375,11 +375,7 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
 
 
 def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
-    """Returns into how many parts a table is split by its rows.
-
-    Raises:
-        ValueError: The partitioner splits columns.
-    """
+    """Returns into how many parts a table is split by its rows."""
     if not callable(partitioner):
         return 1
     parts = partitioner(shape=tf.TensorShape(shape), dtype=tf.float32)

@@ -92,9 +92,6 @@ class ColumnReduction:
 
         While a `WarmUp` sends gradients uncompressed, another branch of the graph does both. It contains the update,
         because results of a branch would pass through one device.
-
-        Raises:
-            ValueError: Variables are sent uncompressed in different numbers of steps.
         """
         counted = [gradient for gradient in gradients if self._warm_up_of(gradient) is not None]
         steps = {self._warm_up_of(gradient).steps for gradient in counted}

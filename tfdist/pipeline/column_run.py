@@ -59,11 +59,7 @@ def are_even(parts: Sequence[MicroBatch]) -> bool:
 
 
 def micro_batches_of(batch: Any, parts: int) -> list[MicroBatch]:
-    """Splits the rows of a batch, a structure of tensors, into `parts` nearly equal parts, in order.
-
-    Raises:
-        ValueError: A leaf is not a dense tensor with rows, or the numbers of rows differ.
-    """
+    """Splits the rows of a batch, a structure of tensors, into `parts` nearly equal parts, in order."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     for leaf in leaves:
         if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
@@ -162,11 +158,7 @@ def read_values(
 def changed_states(
     stages: ModelStages, columns: Sequence[Sequence[StageValues]], seeds: Collection[int]
 ) -> dict[int, list[tf.Tensor]]:
-    """Returns by the id of a variable the states of all columns that its owner leaves.
-
-    Raises:
-        ValueError: Layers in several stages change the same variable.
-    """
+    """Returns by the id of a variable the states of all columns that its owner leaves."""
     found: dict[int, list[tf.Tensor]] = {}
     for stage in stages.stages:
         of_columns = [values[stage.index].states for values in columns]

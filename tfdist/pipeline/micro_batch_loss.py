@@ -111,9 +111,6 @@ def divisors_of(model: Any, graph: FunctionalGraph, batch: Any, number: int, *, 
     with their shapes and masks: a divisor may depend on the shape of an output, as that of `ignore_class` does.
 
     The `batch` has the inputs as the graph has them, and inputs, targets and weights for the losses.
-
-    Raises:
-        ValueError: A divisor depends on the model's weights.
     """
     given = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 

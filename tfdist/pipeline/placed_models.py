@@ -75,11 +75,7 @@ class PlacedModels:
 
 
 def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
-    """Raises an error if a step of `model`, such as "train_step", cannot run in stages.
-
-    Raises:
-        ValueError: The message gives the reason and the remedy.
-    """
+    """Raises an error if a step of `model`, such as "train_step", cannot run in stages."""
     if tf.executing_eagerly():
         raise ValueError(
             "Stages run in a compiled function. Received: a model with run_eagerly=True, or "

@@ -25,11 +25,7 @@ _RESOLUTION = 10**6  # a cost counts in millionths of the sum
 
 
 def layer_costs(calls: Sequence[LayerCall], given: Mapping[str, float] | None) -> list[int]:
-    """Returns by call its cost, on any scale: estimated, or `given` by the name of a layer; other layers cost nothing.
-
-    Raises:
-        ValueError: A name is not that of a layer.
-    """
+    """Returns by call its cost, on any scale: estimated, or `given` by the names of layers; others cost nothing."""
     if given is None:
         return [estimated_cost(call) for call in calls]
     names = [call.name for call in calls]
@@ -190,11 +186,7 @@ class ModelStages:
 
 
 def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[keras.Variable] = ()) -> ModelStages:
-    """Cuts a model as the options of the pipeline say; `of_loss` are variables that only the loss uses.
-
-    Raises:
-        ValueError: The model has too few layers, or not the layers that the cuts or the costs name.
-    """
+    """Cuts a model as the options of the pipeline say; `of_loss` are variables that only the loss uses."""
     if pipeline.stages > len(graph.calls):
         raise ValueError(
             f"The model has fewer layers than the pipeline has stages. Received: {len(graph.calls)} layers "
@@ -232,9 +224,6 @@ def named_starts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:
 
     The name of a layer inside of a nested model is "model/layer". In `cuts` a nested model stands for its first layer,
     and a layer's own name is sufficient if it is unique.
-
-    Raises:
-        ValueError: A name is unknown or not unique, or the order differs from that of the layers.
 
     >>> named_starts(["a", "b", "c"], ["c"])
     [0, 2]

@@ -158,9 +158,6 @@ class ShardLayout:
         Args:
             layout_map: A `keras.distribution.LayoutMap`. If its layouts use several axes of the mesh, a variable that
                 is split along any of them is split once, over the product of their sizes.
-
-        Raises:
-            ValueError: It is not a layout map with a mesh.
         """
         if not isinstance(layout_map, keras.distribution.LayoutMap) or layout_map.device_mesh is None:
             raise ValueError(
@@ -181,11 +178,7 @@ class ShardLayout:
         self._unused = {id(layout_map[key]): key for key in of_variables}
 
     def axis_at(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """Returns the axis along which a variable with this path and shape is split, or None.
-
-        Raises:
-            ValueError: The layout has another rank than the variable, or no axis that it names can be split.
-        """
+        """Returns the axis along which a variable with this path and shape is split, or None."""
         layout = self._layout_map[path]
         self._unused.pop(id(layout), None)
         if layout is None or not set(layout.axes) & set(self._preferred):
