@@ -114,15 +114,6 @@ def new_fragments(update: OptimizerUpdate, mode: LocalMode) -> list[Fragment]:
     return [_new_fragment([variables[i] for i in group], [paths[i] for i in group], mode) for group in groups]
 
 
-def held_sums(fragments: Sequence[Fragment]) -> list[list[tf.Variable]]:
-    """Returns variables on the host for the sums of each fragment."""
-    with tf.device("CPU:0"):
-        return [
-            [ResourceVariable(tf.zeros(anchor.shape), trainable=False, name="held_sum") for anchor in fragment.anchors]
-            for fragment in fragments
-        ]
-
-
 def _new_fragment(variables: list[Any], paths: list[str], mode: LocalMode) -> Fragment:
     anchors = [
         keras.Variable(
@@ -208,7 +199,12 @@ class SyncedOptimizer:
         self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="local_updates")
         self.fresh = tf.Variable(0.0, trainable=False, name="fresh_samples")
         self.samples = tf.Variable(tf.zeros([mode.fragments]), trainable=False, name="samples_of_fragments")
-        self._held = held_sums(self.fragments) if mode.overlap_steps else []
+        with tf.device("CPU:0"):
+            self._held = [
+                [ResourceVariable(tf.zeros(anchor.shape), trainable=False, name="held_sum") for anchor in part.anchors]
+                for part in self.fragments
+                if mode.overlap_steps
+            ]
 
     @property
     def shared_variables(self) -> dict[str, Any]:

@@ -309,17 +309,8 @@ class ClientFunctions(WorkerFunctions):
         info, strategy, encoder = ClientInfo.unpack(packed), self._strategy, self._encoder
 
         def run() -> dict[str, Any]:
-            result, counts = train(
-                self._model,
-                iterator,
-                info,
-                strategy.mode,
-                strategy.mode.num_clients(strategy.num_workers),
-                self.slots,
-                self._server_optimizer,
-                strategy.pull_dtype,
-                self._name,
-            )
+            arguments = (strategy, self.slots, self._server_optimizer, self._name)
+            result, counts = train(self._model, iterator, info, *arguments)
             encoder.slot, encoder.counts = info.slot, counts
             report = self._buffers.write(result, tf.cast(info.buffer, tf.int32), encoder)
             report["counts"] = tf.cast(counts, tf.int64)

@@ -57,7 +57,7 @@ class ExchangeRecord:
     def add(self, tensor: tf.Tensor, shape: Any, of_received: Any, send: Send | None, rejection: str) -> tf.Tensor:
         """Records an exchange, and returns what a device receives, of the shape `of_received`.
 
-        A device sends `tensor`, whose shape the caller knows. The `rejection` is the error within a condition or a loop.
+        A device sends `tensor`, whose shape the caller knows. The `rejection` says why it may not be in a loop.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(rejection)

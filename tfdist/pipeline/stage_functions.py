@@ -1,7 +1,7 @@
 """A stage as one function without side effects, which a step calls once for each micro-batch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
@@ -237,39 +237,33 @@ class StageFunction:
         return tf.cast(loss, tf.float32), of_outputs
 
 
+@dataclass(eq=False)
 class StepFunctions:
-    """The functions of all `stages`. Each is traced when the first micro-batch reaches its stage."""
+    """The functions of all `stages`. Each is traced when the first micro-batch reaches its stage.
 
-    def __init__(
-        self,
-        model: Any,
-        stages: ModelStages,
-        kind: StageKind,
-        batch: Any,
-        chief: str,
-        trace: Callable[..., StageFunction],
-    ) -> None:
-        """Prepares a step; see `divisors_of` for `batch`. The divisors are on the chief.
+    See `divisors_of` for `batch`. The divisors are on the chief. `trace` creates a function, as `StageFunction` does.
+    """
 
-        `trace` creates the function of a stage, as `StageFunction` does.
-        """
-        self.stages = stages
-        self._model, self._kind, self._batch, self._chief = model, kind, batch, chief
-        self._trace = trace
-        self._functions: dict[int, Any] = {}
-        self._divisors: tf.Tensor | None = None
+    model: Any
+    stages: ModelStages
+    kind: StageKind
+    batch: Any
+    chief: str
+    trace: Callable[..., StageFunction]
+    _functions: dict[int, Any] = field(default_factory=dict)
+    _divisors: tf.Tensor | None = None
 
     def of(self, index: int, arguments: StageInputs) -> tuple[Any, StageInputs]:
         """Returns the function of a stage, and its arguments `arguments` with the divisors of the losses."""
         function = self._functions.get(index)
         if function is None:
-            function = self._trace(self._model, self.stages, self.stages.stages[index], self._kind, arguments)
+            function = self.trace(self.model, self.stages, self.stages.stages[index], self.kind, arguments)
             self._functions[index] = function
             if function.num_divisors:
-                with tf.control_dependencies(None), tf.device(self._chief):
+                with tf.control_dependencies(None), tf.device(self.chief):
                     number = function.num_divisors
                     self._divisors = divisors_of(
-                        self._model, self.stages.graph, self._batch, number, training=self._kind.training
+                        self.model, self.stages.graph, self.batch, number, training=self.kind.training
                     )
         return function, arguments._replace(divisors=self._divisors) if function.num_divisors else arguments
 

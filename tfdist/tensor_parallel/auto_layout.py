@@ -78,7 +78,7 @@ def auto_layout(model: Any, ways: int) -> Any:
         elif _is_dense(layer) and kernel_of(layer).shape[0] % ways == 0:
             columns = _columns_before(call, makers, consumers, returned)
             if columns and all(id(kernel_of(one)) not in layouts and _units(one) % ways == 0 for one in columns):
-                layouts |= {key: axes for one in columns for key, axes in _by_columns(one).items()}
+                layouts |= _by_columns(*columns)
                 layouts[id(kernel_of(layer))] = (_AXIS, None)
     for call in once:
         layer = call.operation
@@ -106,7 +106,7 @@ def _inner_layouts(inner: InnerCalls, ways: int) -> _Layouts:
             both = (*hidden.columns, *hidden.rows)
             is_new = not any(id(kernel_of(one)) in layouts for one in both) and all(map(_is_dense, both))
             if is_new and _units(layer) % ways == 0:
-                layouts |= {key: axes for one in hidden.columns for key, axes in _by_columns(one).items()}
+                layouts |= _by_columns(*hidden.columns)
                 layouts |= {id(kernel_of(one)): (_AXIS, None) for one in hidden.rows}
     return layouts
 
@@ -132,9 +132,9 @@ def _units(layer: Any) -> int:
     return int(kernel_of(layer).shape[1])
 
 
-def _by_columns(layer: Any) -> _Layouts:
-    found: _Layouts = {id(kernel_of(layer)): (None, _AXIS)}
-    return found if layer.bias is None else {**found, id(layer.bias): (_AXIS,)}
+def _by_columns(*layers: Any) -> _Layouts:
+    found: _Layouts = {id(kernel_of(layer)): (None, _AXIS) for layer in layers}
+    return found | {id(layer.bias): (_AXIS,) for layer in layers if layer.bias is not None}
 
 
 def _heads(layer: Any, ways: int) -> _Layouts:
