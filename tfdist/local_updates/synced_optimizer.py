@@ -183,9 +183,6 @@ class SyncedOptimizer:
 
         The optimizer is built. `reduction` returns that of the replica that calls it, `in_background` the exchange of
         fragments while steps run; `None` if steps wait.
-
-        Raises:
-            ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
         """
         self._strategy, self._reduction = strategy, reduction
         self._kept_share = mode.kept_share

@@ -58,10 +58,8 @@ class GradientEncoder:
         `is_applied` says whether the update is made, a bool scalar; `None` if it certainly is. The state of the
         compressor does not change otherwise: a residual is what remains of values that were sent. Where only all parts
         of a round together tell whether the update is made, the gradient has a `round_mark`: the state of a round that
-        was skipped is taken back in the next one.
-
-        Returns:
-            The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
+        was skipped is taken back in the next one. Also returns its size in bytes on the network, a number or an int64
+        scalar.
         """
         if isinstance(gradient, tf.IndexedSlices):
             return self._encode_rows(gradient, path)

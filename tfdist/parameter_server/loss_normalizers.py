@@ -114,11 +114,7 @@ class LossNormalizers:
         self._functions: dict[Any, PrunedFunction] = {}
 
     def of(self, batches: Sequence[Any], number: int) -> list[float]:
-        """Returns the normalizers of a step on all rows of `batches`, in the order in which the losses use them.
-
-        Raises:
-            RuntimeError: The step on a complete batch has fewer than `number`.
-        """
+        """Returns the normalizers of a step on all rows of `batches`, in the order in which the losses use them."""
         return np.sum([self._of_batch(batch, number) for batch in batches], axis=0).tolist()
 
     def _of_batch(self, batch: Any, number: int) -> np.ndarray:

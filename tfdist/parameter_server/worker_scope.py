@@ -342,11 +342,8 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
     """Looks up each distinct row once, on the server of its part; only these rows cross the network.
 
     The parts have the table's rows in order. If they are uneven, the first parts have one row more. The row numbers
-    `ids` are int32 or int64 of any shape.
-
-    Returns:
-        The rows, of the shape of `ids` followed by the row's dimension. None while Keras builds a layer by a call, in
-        which the table has a shape and no value yet.
+    `ids` are int32 or int64 of any shape, which the shape of the result begins with. Returns None while Keras builds a
+    layer by a call, in which the table has a shape and no value yet.
     """
     if any(held_variable(part) is None for part in parts):
         return None

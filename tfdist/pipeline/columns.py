@@ -105,7 +105,6 @@ class Columns:
 
         It takes the optimizer, the variables, by column and variable the clipped gradients, and the columns.
         """
-        del optimizer
         return None
 
     def holds(self, variable: keras.Variable) -> bool:

@@ -74,7 +74,6 @@ class DeviceProgram:
     `send`; a function without such an exchange has a forward pass alone.
 
     Attributes:
-        devices: How many devices exchange tensors.
         calls: Before each exchange and after the last one, the functions that a device calls in turn.
         received: The names of the operations in place of what exchanges return.
         graph: What was traced.
@@ -88,19 +87,11 @@ class DeviceProgram:
         devices: int,
         group: Callable[[int, Any], ExchangeRecord],
     ) -> None:
-        """Traces `function`.
+        """Traces `function`, which takes a group and `arguments`, structures of `tf.TensorSpec` and None.
 
-        Args:
-            function: Takes a group and `arguments`; returns structures of tensors and None, the results and the
-                gradients.
-            arguments: Structures of `tf.TensorSpec` and None.
-            devices: How many devices exchange tensors.
-            group: Makes what records the exchanges, for this number of devices and a graph.
-
-        Raises:
-            ValueError: The function exchanges tensors within a condition or a loop.
+        It returns the results and the gradients, structures of tensors and None. `group` makes what records the
+        exchanges, for this number of devices and a graph.
         """
-        self.devices = devices
         specs = [spec for spec in tf.nest.flatten(arguments) if spec is not None]
         traces: list[Any] = []
 

@@ -53,11 +53,7 @@ class PlacedModels:
         return placed if owner is self else None
 
     def step(self, model: Any, x: Any, name: str) -> PipelineStep:
-        """Returns the steps of a model for inputs like `x`, whose variables, also new ones, are in their place.
-
-        Raises:
-            ValueError: The model has no graph, or too few layers, or cannot be trained in its columns.
-        """
+        """Returns the steps of a model for inputs like `x`, whose variables, also new ones, are in their place."""
         with tf.init_scope(), tf.device(None), self.strategy.scope():
             graph = graph_of(model, x)
             placed, of_loss = self._placed(model), variables_of_own_loss(model)

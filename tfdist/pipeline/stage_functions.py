@@ -116,13 +116,10 @@ class StageFunction:
     def forward(
         self, arguments: Sequence[StageInputs], devices: Sequence[str], after: Sequence[list[tf.Operation]], rows: Any
     ) -> tuple[Sequence[StageResult], Any]:
-        """Adds the forward pass of a micro-batch to the graph.
+        """Adds the forward pass of a micro-batch; returns by device the results, and what the backward pass needs.
 
         `arguments`, `devices` (here one) and the operations `after` which it begins are by device; `rows` is the number
         of samples, if it is not static.
-
-        Returns:
-            By device the results, and what the backward pass needs.
         """
         [inputs], [device] = arguments, devices
         sources = self._sources(inputs)
@@ -146,11 +143,9 @@ class StageFunction:
     ) -> list[list[Any]]:
         """Adds the backward pass of a micro-batch, for what `forward` has returned to differentiate, to the graph.
 
-        The `seeds` are by device the gradients of the outputs and of the stage's loss; None without one.
-
-        Returns:
-            By device the gradients of `weights` and `inputs`, dense, `tf.IndexedSlices` or None; none at all if
-            nothing is differentiated.
+        The `seeds` are by device the gradients of the outputs and of the stage's loss; None without one. Returns by
+        device the gradients of `weights` and `inputs`, dense, `tf.IndexedSlices` or None; none at all if nothing is
+        differentiated.
         """
         tape, sources, result, device = to_differentiate
         pairs = zip([*result.tensors, result.loss], seeds[0], strict=True)

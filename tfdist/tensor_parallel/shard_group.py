@@ -29,13 +29,9 @@ _SENDS = {SUM: summed_over_shards, GATHER: gathered_from_shards}
 
 @dataclass(frozen=True)
 class ShardExchange:
-    """What a layer exchanges in the forward or the backward pass of a micro-batch.
+    """What a layer call exchanges by a `SUM` or `GATHER` for a micro-batch.
 
-    Attributes:
-        layer: The name of the layer call.
-        kind: `SUM` or `GATHER`.
-        shape: The shape of what each device gives, in which None is the number of samples.
-        dtype: Its dtype.
+    The shape is that of what each device gives, in which None is the number of samples.
     """
 
     layer: str

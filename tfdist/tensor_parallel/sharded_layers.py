@@ -148,7 +148,6 @@ def _contracted(
     layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor, training: Any = None
 ) -> tf.Tensor:
     """Dense and EinsumDense: by columns if the split axis of the kernel is one of the outputs, by rows if not."""
-    del training
     letters, kernel = _Letters.of(layer), tf.convert_to_tensor(layer.kernel)
     assert letters is not None
     whole = dict(zip(letters.kernel, kernel_of(layer).shape, strict=True))

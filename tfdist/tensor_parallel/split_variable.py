@@ -105,7 +105,6 @@ class SplitVariable(SplitValue):
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> "SplitVariable":
         """See `SplitValue`."""
-        del args, kwargs
         whole = tf.cast(value, self.dtype)
         parts = [whole[self._places(*self.bounds(rank))] for rank in range(self._ways)]
         for index, shard in enumerate(self.shards):
@@ -153,11 +152,10 @@ class ShardLayout:
     """
 
     def __init__(self, layout_map: Any) -> None:
-        """Reads a layout map. The names of its mesh's devices are not used.
+        """Reads a `keras.distribution.LayoutMap`. The names of its mesh's devices are not used.
 
-        Args:
-            layout_map: A `keras.distribution.LayoutMap`. If its layouts use several axes of the mesh, a variable that
-                is split along any of them is split once, over the product of their sizes.
+        If its layouts use several axes of the mesh, a variable that is split along any of them is split once, over the
+        product of their sizes.
         """
         if not isinstance(layout_map, keras.distribution.LayoutMap) or layout_map.device_mesh is None:
             raise ValueError(
