@@ -37,11 +37,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
     is_drawn_by_workers = True  # it has no position on the chief, and no end
 
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset], coordinator: Any) -> None:
-        """Has each worker call `dataset_fn`.
-
-        Raises:
-            ValueError: `dataset_fn` does not return a dataset.
-        """
+        """Has each worker call `dataset_fn`."""
 
         def create() -> tf.data.Dataset:
             return dataset_fn(tf.distribute.InputContext(1, 0, 1))

@@ -62,7 +62,7 @@ class Columns:
         devices, moved = self.devices[0], MovedVariables()
         for variable in stages.variables:
             self._move_to(variable, devices[stages.owner[id(variable)]], chief, moved)
-        device_of = {identity_of(held_variable(one)): held_variable(one).device for one in stages.variables}
+        device_of = {identity_of(held): held.device for held in map(held_variable, stages.variables)}
         shared = _ids_of_shared(model)
         for variable in optimizer_variables(model):
             beside = device_of.get(colocated_with.pop(identity_of(held_variable(variable)), ""))
@@ -86,7 +86,8 @@ class Columns:
         They follow assignments to the variable of the first column from outside of a step.
         """
         shared = _ids_of_shared(model)
-        self._variables = [*stages.variables, *(one for one in optimizer_variables(model) if id(one) not in shared)]
+        of_optimizer = [variable for variable in optimizer_variables(model) if id(variable) not in shared]
+        self._variables = [*stages.variables, *of_optimizer]
         for variable in self._variables:
             held = held_variable(variable)
             if len(held.in_columns) == 1:
@@ -124,7 +125,8 @@ class Columns:
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:
         """In the body, variables are held by their part or copy in a column."""
-        with holding({id(one): (one, held_variable(one).in_columns[column]) for one in self._variables}):
+        parts = {id(variable): (variable, held_variable(variable).in_columns[column]) for variable in self._variables}
+        with holding(parts):
             yield
 
     @contextmanager
@@ -145,7 +147,7 @@ class MovedVariables:
 
     def add(self, variable: keras.Variable, *earlier: tf.Variable) -> None:
         """Notes that other `tf.Variable`s than `earlier` will hold `variable`."""
-        self._earlier += [(variable.path, weakref.ref(one), weakref.ref(one.handle)) for one in earlier]
+        self._earlier += [(variable.path, weakref.ref(held), weakref.ref(held.handle)) for held in earlier]
 
     def warn_if_used(self) -> None:
         """Warns if something has kept an earlier `tf.Variable`, as a traced function does, once for all of them."""
@@ -166,15 +168,16 @@ class MovedVariables:
             )
 
     def _alive(self) -> list[tuple[str, weakref.ref[Any], weakref.ref[Any]]]:
-        return [one for one in self._earlier if one[2]() is not None]
+        return [entry for entry in self._earlier if entry[2]() is not None]
 
 
 def optimizer_variables(model: Any) -> list[keras.Variable]:
     """Returns all variables of the optimizer of a model, and of the one inside a `LossScaleOptimizer`."""
-    optimizers = [one for one in optimizer_and_loss_scale(compiled_optimizer(model)) if one is not None]
-    return list({id(variable): variable for one in optimizers for variable in one.variables}.values())
+    pair = optimizer_and_loss_scale(compiled_optimizer(model))
+    by_id = {id(variable): variable for optimizer in pair if optimizer is not None for variable in optimizer.variables}
+    return list(by_id.values())
 
 
 def _ids_of_shared(model: Any) -> set[int]:
     optimizer = compiled_optimizer(model)
-    return set() if optimizer is None else {id(one) for one in shared_optimizer_variables(optimizer)}
+    return set() if optimizer is None else {id(variable) for variable in shared_optimizer_variables(optimizer)}

@@ -143,7 +143,7 @@ def _recorded(model: Any, graph: FunctionalGraph, data: Any, output: tf.Tensor, 
         for call in graph.calls:
             results = call(values, training=training)
             values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
-        filled = [_filled(values[id(one)], recording.number_of_samples, output) for one in graph.outputs]
+        filled = [_filled(values[id(symbolic)], recording.number_of_samples, output) for symbolic in graph.outputs]
         y_pred = graph.packed_outputs(filled)
         loss_parts(model, recording, x, y, y_pred, sample_weight, training=training)
     return recording.divisors

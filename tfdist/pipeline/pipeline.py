@@ -181,7 +181,7 @@ def schedule_picture(pipeline: Pipeline, width: int = 100) -> Iterator[str]:
         rows[task.stage][begin : begin + _slots(task)] = [str(task), *["-" * size] * (_slots(task) - 1)]
     yield "F0: micro-batch 0 forward, B0: backward, taken as twice as long, '.': the stage waits"
     for head, row in zip(heads, rows, strict=True):
-        cells = "".join(one.ljust(cell) for one in row[:shown])
+        cells = "".join(entry.ljust(cell) for entry in row[:shown])
         yield f"{head.ljust(len(heads[-1]))}{cells if shown == slots else cells + '...'}".rstrip()
     if shown < slots:
         yield f"the first {shown} of {slots} slots of time"

@@ -117,7 +117,8 @@ def _check_optimizer(model: Any, strategy: Any) -> None:
             f"Received: {type(optimizer).__name__}.{method}. Expected: an optimizer that overrides `update_step` "
             "only."
         )
-    overwritten = [one.path for one in model.trainable_variables if getattr(one, "overwrite_with_gradient", False)]
+    variables = model.trainable_variables
+    overwritten = [variable.path for variable in variables if getattr(variable, "overwrite_with_gradient", False)]
     if overwritten:
         raise ValueError(
             "Variables of float8 layers cannot be trained in stages. Received: "
@@ -127,7 +128,8 @@ def _check_optimizer(model: Any, strategy: Any) -> None:
 
 
 def _check_own_loss(model: Any) -> None:
-    if overrides_compute_loss(model) and any(getattr(one, "regularizer", None) for one in model.trainable_variables):
+    is_regularized = any(getattr(variable, "regularizer", None) for variable in model.trainable_variables)
+    if is_regularized and overrides_compute_loss(model):
         raise ValueError(
             "A model with its own `compute_loss` cannot have weight regularizers in stages, because its loss is "
             f"computed on the last stage. Received: {type(model).__name__}.compute_loss and a regularizer. Expected: "

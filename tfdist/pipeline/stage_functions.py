@@ -94,11 +94,7 @@ class StageFunction:
     recomputes = True
 
     def __init__(self, model: Any, stages: ModelStages, stage: Stage, kind: StageKind, example: StageInputs) -> None:
-        """Traces the function for arguments like `example`.
-
-        Raises:
-            ValueError: The stage uses state that has no place in it; the message names it.
-        """
+        """Traces the function for arguments like `example`."""
         self.changed: Sequence[keras.Variable] = ()
         self.num_divisors = 0
         self.fixed_tables: set[int] = set()

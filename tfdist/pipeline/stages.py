@@ -83,21 +83,22 @@ def _timed(call: LayerCall, values: dict[int, Any], device: str) -> tuple[list[t
 
     def run(tensors: list[tf.Tensor], weights: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         trained = [weight for weight, trains in zip(weights, is_trainable, strict=True) if trains]
-        sources = [one for one in [*tensors, *trained] if one.dtype.is_floating]
+        sources = [tensor for tensor in [*tensors, *trained] if tensor.dtype.is_floating]
         scope = keras.StatelessScope(list(zip(variables, weights, strict=True)), collect_losses=True)
         with tf.GradientTape(watch_accessed_variables=False) as tape, scope:
             tape.watch(sources)
             given = dict(zip(map(id, symbolic), tensors, strict=True))
-            results = [tf.convert_to_tensor(one) for one in call(given, training=True)]
-            computed = [tf.convert_to_tensor(one) for one in [*results, *scope.losses]]
-            targets = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in computed if one.dtype.is_floating]
+            results = [tf.convert_to_tensor(result) for result in call(given, training=True)]
+            computed = [tf.convert_to_tensor(result) for result in [*results, *scope.losses]]
+            targets = [tf.reduce_sum(tf.cast(tensor, tf.float32)) for tensor in computed if tensor.dtype.is_floating]
         gradients = tape.gradient(tf.add_n(targets), sources) if targets and sources else []
-        ends = [tf.reduce_sum(tf.cast(getattr(one, "values", one), tf.float32)) for one in gradients if one is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
+        ends = [tf.reduce_sum(tf.cast(getattr(gradient, "values", gradient), tf.float32)) for gradient in present]
         return results, tf.add_n([tf.zeros([]), *targets, *ends])
 
     function = tf.function(run, autograph=False)
     with tf.device(device):
-        tensors = [tf.identity(values[id(one)]) for one in symbolic]
+        tensors = [tf.identity(values[id(tensor)]) for tensor in symbolic]
         weights = [tf.identity(variable.value) for variable in variables]
         results, end = function(tensors, weights)
         end.numpy()  # a device computes asynchronously

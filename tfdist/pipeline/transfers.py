@@ -67,7 +67,7 @@ class Transfers:
     def _sum(self, key: tuple[str, str, str]) -> "int | tf.Tensor":
         dynamic = list(self._sizes[key])
         if factors := self._by_rows[key]:
-            rows = tf.stack([tf.cast(one.deref(), tf.int64) for one in factors])
+            rows = tf.stack([tf.cast(ref.deref(), tf.int64) for ref in factors])
             dynamic.append(tf.reduce_sum(rows * tf.constant(list(factors.values()), tf.int64)))
         return tf.add_n(dynamic) + self._fixed[key] if dynamic else self._fixed[key]
 
@@ -247,5 +247,5 @@ def _for_each(
 
 
 def _joined_rows(slices: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
-    values, indices = (tf.concat([getattr(one, name) for one in slices], 0) for name in ("values", "indices"))
+    values, indices = (tf.concat([getattr(sent, name) for sent in slices], 0) for name in ("values", "indices"))
     return tf.IndexedSlices(values, indices, slices[0].dense_shape)

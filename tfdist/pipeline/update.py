@@ -98,7 +98,7 @@ class ColumnUpdate:
         self._devices: list[str] = []
         for column in range(len(columns)):
             with columns.entered(column):
-                self._devices += [held_variable(one).device for one in self._variables]
+                self._devices += [held_variable(variable).device for variable in self._variables]
                 accumulators += update.accumulators if update.accumulation_steps > 1 else []
         self.accumulators: Sequence[tf.Variable] = accumulators
 
@@ -140,8 +140,8 @@ class ColumnUpdate:
         update_together = self._columns.joint_update(self._optimizer)
         together = [index for index, one in enumerate(self._variables) if update_together and self._is_split(one)]
         alone = [index for index in range(count) if index not in together]
-        others = [one for one in averaged_variables(self._optimizer) if self._columns.holds(one)]
-        others = [one for one in others if not any(one is known for known in self._variables)]
+        others = [variable for variable in averaged_variables(self._optimizer) if self._columns.holds(variable)]
+        others = [variable for variable in others if not any(variable is known for known in self._variables)]
         for column, of_column in enumerate(of_columns):
             with self._columns.entered(column):
                 average_by_device(self._optimizer, others)
@@ -169,7 +169,7 @@ class SeparateFunctions:
         """Reads the scalars of `optimizer`, which is without its loss scale."""
         self._optimizer = optimizer
         self._shared = shared_optimizer_variables(optimizer) if copies_scalars else []
-        self._values = [held_variable(one).read_value() for one in self._shared]
+        self._values = [held_variable(variable).read_value() for variable in self._shared]
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function`, which takes and returns tensors."""
@@ -179,7 +179,7 @@ class SeparateFunctions:
                 return function(*given)
             with keras.StatelessScope(list(zip(self._shared, values, strict=True))) as scope:
                 result = function(*given)
-            changed = set(scope.state_mapping) - {id(one) for one in self._shared}
+            changed = set(scope.state_mapping) - {id(variable) for variable in self._shared}
             for variable in self._optimizer.variables if changed else ():
                 if id(variable) in changed:  # the optimizer has assigned it as Keras' variable
                     held_variable(variable).assign(scope.get_current_value(variable))
@@ -202,10 +202,11 @@ def apply_by_device(
         return _apply(optimizer, list(variables), False, list(gradients))
     separate = SeparateFunctions(optimizer, copies_scalars=not has_own_weight_decay(optimizer))
     for device, positions in _by_device(variables).items():
-        own, is_cpu = [variables[one] for one in positions], tf.DeviceSpec.from_string(device).device_type == "CPU"
+        own = [variables[position] for position in positions]
+        is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
         update = functools.partial(_apply, optimizer, own, compiles_large and is_cpu)
         with tf.device(device):
-            separate(update, [gradients[one] for one in positions])
+            separate(update, [gradients[position] for position in positions])
     return None
 
 
@@ -214,7 +215,7 @@ def average_by_device(optimizer: Any, variables: Sequence[keras.Variable]) -> No
     separate = SeparateFunctions(optimizer)
     for device, positions in _by_device(variables).items():
         with tf.device(device):
-            separate(functools.partial(_average, optimizer, [variables[one] for one in positions]))
+            separate(functools.partial(_average, optimizer, [variables[position] for position in positions]))
 
 
 def _by_device(variables: Sequence[keras.Variable]) -> dict[str, list[int]]:

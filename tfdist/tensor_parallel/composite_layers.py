@@ -42,9 +42,9 @@ class AwareLayers:
     @property
     def variables(self) -> set[int]:
         """The ids of their variables, without those of an activation that is a layer."""
-        inside = [one for layer in self.layers for one in layers_inside(layer)]
-        of_inside = {id(one) for layer in inside for one in layer.variables}
-        return {id(one) for layer in self.layers for one in layer.variables} - of_inside
+        inside = [nested for layer in self.layers for nested in layers_inside(layer)]
+        of_inside = {id(variable) for layer in inside for variable in layer.variables}
+        return {id(variable) for layer in self.layers for variable in layer.variables} - of_inside
 
 
 def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool) -> AwareLayers:
@@ -65,14 +65,14 @@ def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool)
     for layer in outermost:
         is_known = type(layer) is not keras.layers.EinsumDense or is_dense(layer)
         if is_known and _returns_whole_values(inner, layer, axes):
-            found = [one for one in aware_layers(layer, axes) if is_attention(layer) or one is layer]
+            found = [aware for aware in aware_layers(layer, axes) if is_attention(layer) or aware is layer]
             layers += found
             of_attention += split_dropouts(layer) if found else []
-    own_dense = [one for one in outermost if is_dense(one) and any(one is known for known in layers)]
+    own_dense = [layer for layer in outermost if is_dense(layer) and any(layer is known for known in layers)]
     kept, dropouts = _kept(inner, own_dense, axes)
     if kept and kept != _kept(inner_calls(call, training=training, of_any_width=kept), own_dense, axes)[0]:
         kept, dropouts = [], []  # something depends on the width of their results
-    whole = frozenset(id(layer) for layer in outermost if not any(layer is one for one in kept))
+    whole = frozenset(id(layer) for layer in outermost if not any(layer is kept_layer for kept_layer in kept))
     return AwareLayers(layers, whole, [*of_attention, *dropouts])
 
 
@@ -80,15 +80,15 @@ def _kept(inner: InnerCalls | None, layers: list[Any], axes: Mapping[int, int]) 
     """Returns the Dense layers whose results stay split, and as in `AwareLayers` the Dropout layers that take them."""
     kept: list[Any] = []
     dropouts: list[tuple[Any, int, int | None]] = []
-    known = {id(one) for one in layers}
+    known = {id(layer) for layer in layers}
     for layer in layers:
         hidden = None if inner is None else hidden_values_of(inner, layer)
-        if hidden is None or not {id(one) for one in (*hidden.columns, *hidden.rows)} <= known:
+        if hidden is None or not {id(dense) for dense in (*hidden.columns, *hidden.rows)} <= known:
             continue
-        are_columns = all(axes.get(id(kernel_of(one))) == 1 for one in hidden.columns)
-        if are_columns and all(axes.get(id(kernel_of(one))) == 0 for one in hidden.rows):
+        are_columns = all(axes.get(id(kernel_of(dense))) == 1 for dense in hidden.columns)
+        if are_columns and all(axes.get(id(kernel_of(dense))) == 0 for dense in hidden.rows):
             kept.append(layer)
-            dropouts += [(one, -1, kernel_of(layer).shape[1]) for one in hidden.between if drops_parts(one)]
+            dropouts += [(passed, -1, kernel_of(layer).shape[1]) for passed in hidden.between if drops_parts(passed)]
     return kept, dropouts
 
 
@@ -97,7 +97,7 @@ def _returns_whole_values(inner: InnerCalls, layer: Any, axes: Mapping[int, int]
     if not is_attention(layer):
         return True
     kernel = kernel_of(output_projection_of(layer))
-    has_scores = any(len(one.outputs) != 1 for one in inner.calls if one.layer is layer)
+    has_scores = any(len(call.outputs) != 1 for call in inner.calls if call.layer is layer)
     return not has_scores and axes.get(id(kernel), 0) < 2
 
 
@@ -110,11 +110,11 @@ def hidden_values_of(inner: InnerCalls, layer: Any) -> "HiddenValues | None":
     found = combined_results(inner, layer)
     if found is None:
         return None
-    is_known = all(is_dense(one) and inner.only_call_of(one) for one in (*found.columns, *found.rows))
-    if not is_known or len({kernel_of(one).shape[1] for one in found.columns}) > 1:
+    is_known = all(is_dense(dense) and inner.only_call_of(dense) for dense in (*found.columns, *found.rows))
+    if not is_known or len({kernel_of(dense).shape[1] for dense in found.columns}) > 1:
         return None
-    activations = [one.activation for one in found.columns]
-    stays_split = all(one is keras.activations.softmax or is_elementwise_function(one) for one in activations)
+    activations, softmax = [dense.activation for dense in found.columns], keras.activations.softmax
+    stays_split = all(activation is softmax or is_elementwise_function(activation) for activation in activations)
     return found if stays_split else None
 
 
@@ -124,8 +124,8 @@ def _passes(layer: Any) -> bool:
 
 def inner_layers_of(inner: InnerCalls) -> list[Any]:
     """Returns the layers that a layout may split: not those inside of attention, or whose variables other code uses."""
-    layers = {id(one.layer): one.layer for one in inner.calls}
-    inside = {id(one) for layer in layers.values() if is_attention(layer) for one in layers_inside(layer)}
+    layers = {id(call.layer): call.layer for call in inner.calls}
+    inside = {id(nested) for layer in layers.values() if is_attention(layer) for nested in layers_inside(layer)}
     return [layer for key, layer in layers.items() if key not in inside and inner.owns_its_variables(layer)]
 
 
@@ -187,7 +187,7 @@ class HiddenValues:
             return False
         for operation in tensor.consumers():
             number = self._numbers[operation.name]
-            takers = [one for one in self._inner.calls if one.input is tensor and one.first <= number < one.end]
+            takers = [call for call in self._inner.calls if call.input is tensor and call.first <= number < call.end]
             if takers:
                 self._take(min(takers, key=lambda one: one.end - one.first))
             elif operation.type == "IdentityN":  # as that of a custom gradient, which passes its arguments, too
@@ -195,7 +195,7 @@ class HiddenValues:
                 self._waiting += [out for one, out in outputs if one is tensor]
             elif operation.type in ELEMENTWISE:
                 self._waiting += operation.outputs
-                self._operands += [one for one in operation.inputs if not _is_constant_scalar(one)]
+                self._operands += [operand for operand in operation.inputs if not _is_constant_scalar(operand)]
             else:
                 return False
         return True
@@ -209,7 +209,7 @@ class HiddenValues:
 
     def _trace_back(self, tensor: Any) -> bool:
         """Adds the layers from whose results a tensor was computed; False if it was not computed from such alone."""
-        maker = next((one for one in self._inner.calls if any(tensor is out for out in one.outputs)), None)
+        maker = next((call for call in self._inner.calls if any(tensor is out for out in call.outputs)), None)
         if maker is not None and not _passes(maker.layer):
             return self.add_source(maker.layer)
         operation = tensor.op
@@ -218,7 +218,7 @@ class HiddenValues:
         elif operation.type == "IdentityN":
             self._operands.append(operation.inputs[operation.outputs.index(tensor)])
         elif operation.type in ELEMENTWISE:
-            self._operands += [one for one in operation.inputs if not _is_constant_scalar(one)]
+            self._operands += [operand for operand in operation.inputs if not _is_constant_scalar(operand)]
         else:
             return False
         return True
@@ -226,7 +226,7 @@ class HiddenValues:
 
 def _append(layers: list[Any], layer: Any) -> bool:
     """Adds a layer, and returns True, unless it is among them."""
-    is_new = not any(layer is one for one in layers)
+    is_new = not any(layer is known for known in layers)
     layers += [layer] if is_new else []
     return is_new
 

@@ -229,8 +229,8 @@ class ShardedColumns(Columns):
             raise ValueError(
                 "An optimizer cannot update split variables, because its update of an element may depend on the "
                 f"complete variable. Received: {type(optimizer).__name__} with a layout map; what it needs is not "
-                f"known. Expected: one of {', '.join(one.__name__ for one in _OPTIMIZERS)}. Use one of them, or leave "
-                "out `layout_map`."
+                f"known. Expected: one of {', '.join(kind.__name__ for kind in _OPTIMIZERS)}. Use one of them, or "
+                "leave out `layout_map`."
             )
         for variable in model.trainable_variables:
             if id(variable) not in self.axes:

@@ -93,7 +93,9 @@ def takes_parts(operation: Any, axis: int) -> bool:
 
 def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
     """Yields the layers of a layer call that compute on parts of variables; `axes` is by the id of a split one."""
-    is_split = is_attention(operation) and all(axes.get(id(kernel_of(one))) == 1 for one in projections_of(operation))
+    is_split = is_attention(operation) and all(
+        axes.get(id(kernel_of(projection))) == 1 for projection in projections_of(operation)
+    )
     if is_split and not is_rematerialized(operation):
         inner = [*projections_of(operation), output_projection_of(operation)]
         if all(map(_is_plain, inner)):
@@ -260,8 +262,8 @@ def _is_traced_elementwise(function: Callable[[Any], Any]) -> bool:
     except Exception:  # whatever it raises, it is not known to be elementwise
         return False
     operations = concrete.graph.get_operations()
-    constants = [one.outputs[0].shape.rank for one in operations if one.type == "Const"]
-    is_known = not concrete.captured_inputs and all(one.type in _OPERATIONS for one in operations)
+    constants = [operation.outputs[0].shape.rank for operation in operations if operation.type == "Const"]
+    is_known = not concrete.captured_inputs and all(operation.type in _OPERATIONS for operation in operations)
     return is_known and not any(constants) and concrete.outputs[0].shape.as_list() == [None, None]
 
 

@@ -75,9 +75,6 @@ class ShardedStageFunction(StageFunction):
         """Traces the function for arguments of one device like `example`; `ways` devices share the stage.
 
         `axes` has by the id of a split variable its axis.
-
-        Raises:
-            ValueError: As `StageFunction`; or a split layer is in a condition, a loop or a rematerialized layer.
         """
         self._axes, self._ways = axes, ways
         self._targets: list[int] = []  # outputs whose gradients the backward pass takes; that of the loss follows them
