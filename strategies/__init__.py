@@ -6,8 +6,11 @@ require_supported_versions()  # before anything imports TensorFlow, so that the 
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing  # noqa: E402
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
-from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
-from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
+from tfdist.parameter_server.modes import (  # noqa: E402
+    Asynchronous,
+    FederatedAveraging,
+    Synchronous,
+)
 from tfdist.pipeline.pipeline import Pipeline  # noqa: E402
 from tfdist.sharded_state.sharded_state_options import ShardedState  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402

@@ -16,23 +16,19 @@ from tfdist.keras_internals.model_introspection import bound_step, is_predict_st
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.layer_costs import measured_costs
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import schedule_picture
-from tfdist.pipeline.placed_models import PlacedModels
-from tfdist.pipeline.stage_table import stage_table, variable_bytes_by_device
-from tfdist.pipeline.stages import stages_of
+from tfdist.pipeline.pipeline import Pipeline, schedule_picture
+from tfdist.pipeline.placed_models import PlacedModels, check_model_for_stages, variable_bytes_by_device
+from tfdist.pipeline.stages import measured_costs, stage_table, stages_of
 from tfdist.pipeline.transfers import DENSE, UPDATES, LinkCounters
-from tfdist.pipeline.unsupported_models import check_model_for_stages
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.model_parallel_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.tensor_parallel.shard_layout import ShardCreation, ShardLayout
-from tfdist.tensor_parallel.shard_table import shard_table
 from tfdist.tensor_parallel.sharded_columns import ShardedColumns
+from tfdist.tensor_parallel.sharded_stage import shard_table
+from tfdist.tensor_parallel.split_variable import ShardCreation, ShardLayout
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device

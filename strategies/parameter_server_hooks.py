@@ -9,11 +9,10 @@ import tensorflow as tf
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.client_training import LocalSteps
-from tfdist.parameter_server.embedding_lookup import look_up, num_parts
-from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.federated_chief import FederatedChief
 from tfdist.parameter_server.gradient_push import update_directly
-from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
+from tfdist.parameter_server.modes import FederatedAveraging
+from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step, look_up, num_parts
 from tfdist.strategy_hooks import StrategyHooks, UpdateHooks
 
 

@@ -14,8 +14,7 @@ from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartShares
-from tfdist.parameter_server.federated_averaging import FederatedAveraging
-from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
+from tfdist.parameter_server.modes import Asynchronous, FederatedAveraging, Mode, Synchronous
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerDatasets

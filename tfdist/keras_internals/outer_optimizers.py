@@ -8,8 +8,8 @@ import keras
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 
 
-def trained_variables(optimizer: Any) -> list[Any]:
-    """Returns the variables that a built optimizer updates.
+def exchanged_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that a built optimizer updates, whose values workers exchange.
 
     Raises:
         ValueError: If one of them is overwritten by its gradient, as the scales of float8.

@@ -23,7 +23,7 @@ from tfdist.planning.link_costs import TransferCosts, collective_seconds, sent_b
 from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, Measurements
 from tfdist.utils.balanced_starts import balanced_starts
 
-_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/layer_costs.py`
+_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/stages.py`
 # A block of a transformer has two sums of its activations in each direction (`docs/communication_volume.md`); a pair of
 # dense layers has one, so for these it is an upper limit.
 _SUMS_OF_LAYER = 4

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.pipeline.layer_costs import elements_of, estimated_cost, measured_costs
-from tfdist.pipeline.unsupported_models import check_model_for_stages
+from tfdist.pipeline.placed_models import check_model_for_stages
+from tfdist.pipeline.stages import elements_of, estimated_cost, measured_costs
 from tfdist.planning.measurements import (
     DENSE,
     ExchangeMeasurement,
