@@ -25,8 +25,7 @@ from tfdist.strategies.local_update_hooks import local_mode_of, samples_of_step
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.strategies.worker_devices import devices_of_workers
-from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches
+from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches, devices_of_workers
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
