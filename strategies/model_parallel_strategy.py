@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.layer_costs import measured_costs
+from tfdist.pipeline.micro_batch_loss import MicroBatchLoss, current_stage_loss
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.pipeline.pipeline_schedule import schedule_picture
 from tfdist.pipeline.placed_models import PlacedModels
@@ -27,9 +29,9 @@ from tfdist.pipeline.unsupported_models import check_model_for_stages
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
-from tfdist.strategies.model_parallel_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.strategy_hooks import StrategyHooks, hooks_of
 from tfdist.tensor_parallel.shard_layout import ShardCreation, ShardLayout
 from tfdist.tensor_parallel.shard_table import shard_table
 from tfdist.tensor_parallel.sharded_columns import ShardedColumns
@@ -349,3 +351,54 @@ def default_devices() -> list[str]:
         gpus = [device.name for device in of_task if device.device_type == "GPU"]
         device_names += gpus or [device.name for device in of_task]
     return device_names
+
+
+def _explain(strategy: Any, error: BaseException) -> None:
+    if not isinstance(error, tf.errors.OpError):
+        return
+    if strategy.servers:
+        strategy.servers.explain(error)
+    if isinstance(error, tf.errors.CancelledError):
+        raise _failed_stage(error) from error
+
+
+def _is_recomputed() -> bool | None:
+    loss = current_stage_loss()
+    if isinstance(loss, MicroBatchLoss):
+        if not loss.recomputes:
+            _warn_not_recomputed()
+        return loss.recomputes
+    return False if loss is not None or hooks_of(tf.distribute.get_strategy()) is HOOKS else None
+
+
+@functools.cache
+def _warn_not_recomputed() -> None:
+    warnings.warn(
+        "Rematerialized layers keep their intermediate results in stages with a layout map. Received: layers under "
+        "`keras.RematScope`, or functions of `keras.remat`, with `layout_map`. Expected: stages without a layout map, "
+        "which compute them again in the backward pass. The numbers are equal; use more stages or micro-batches if the "
+        "memory does not suffice.",
+        stacklevel=2,
+    )
+
+
+def _failed_stage(error: tf.errors.CancelledError) -> tf.errors.CancelledError:
+    """Returns the error of a step in which another operation failed than TensorFlow reports."""
+    return tf.errors.CancelledError(
+        None,
+        None,
+        "An operation of a stage has failed, and TensorFlow reports only another one that waited for it. Received: "
+        f"{str(error.message).strip().splitlines()[-1]!r}. Expected: a batch that all layers can compute; an id beyond "
+        'the rows of an embedding is a frequent cause. The log names the operation, in the first line with "aborting '
+        'with status", unless TF_CPP_MIN_LOG_LEVEL is above 1. So does `model.predict` on this batch without the '
+        "strategy.",
+    )
+
+
+HOOKS = StrategyHooks(
+    current_step=current_stage_loss,
+    is_recomputed=_is_recomputed,
+    is_elsewhere=True,
+    on_error=_explain,
+    create=lambda strategy, new: strategy._create_in_parts(new) if strategy._create_in_parts else None,
+)
