@@ -304,10 +304,6 @@ def _chief_training(model: Any) -> ChiefTraining:
     return kind(model, strategy._stats)
 
 
-def _pushed_bytes(strategy: Any) -> int:
-    return sum(stats.bytes_pushed for stats in strategy.worker_stats)
-
-
 def _look_up(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
     is_local = LocalSteps.current() is not None  # a client has a copy of the table
     return None if is_local else look_up(parts, ids)
@@ -319,7 +315,7 @@ HOOKS = StrategyHooks(
     scope_of_step=WorkerScope.current,
     optimizers=UpdateHooks(_update, _apply, _build),
     on_error=lambda strategy, error: strategy.divided_rows.explain(error),
-    sent_bytes=_pushed_bytes,
+    sent_bytes=lambda strategy: strategy.communication.wire_bytes,
     training=_chief_training,
     look_up=_look_up,
     num_shards=lambda strategy, shape: num_parts(strategy.variable_partitioner, shape),
