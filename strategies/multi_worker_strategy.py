@@ -40,9 +40,8 @@ from tfdist.tensorflow_internals.strategy_extended import (
     is_equal_on_all_replicas,
 )
 from tfdist.training.balanced_batches import complete_batches
-from tfdist.training.batch_comparison import BatchComparison
+from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.sample_shares import current_step
-from tfdist.training.shown_batches import draws_common_batches
 from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 

@@ -37,8 +37,7 @@ from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_g
 from tfdist.training.balanced_batches import own_rows
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.empty_batches import predict_on_replicas
-from tfdist.training.model_checks import check_model
-from tfdist.training.replica_step import local_parts, step_on_replicas
+from tfdist.training.replica_step import check_model, local_parts, step_on_replicas
 from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import is_whole_number
