@@ -12,9 +12,10 @@ from tfdist.collectives.compression_state import ReplicaState
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
 from tfdist.compression import Compressor, Dense, Group, Policy
-from tfdist.compression.compressor import Reduced, State, Wrapper
+from tfdist.compression.compressor import Reduced, State
 from tfdist.compression.gradient_tensors import with_values
 from tfdist.compression.owned_parts import OwnedParts
+from tfdist.compression.wrappers import Wrapper
 
 ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 

@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.compression.cast import Cast
 from tfdist.compression.compressor import Compressor, Dense, num_elements
-from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.momentum_correction import MomentumCorrection
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.quantization import Quantize, Sign
 from tfdist.compression.sparsification import RandomK, TopK
-from tfdist.compression.warm_up import WarmUp
+from tfdist.compression.wrappers import ErrorFeedback, MomentumCorrection, WarmUp
 from tfdist.utils.argument_checks import check_whole_number
 
 Rule = Compressor | str | None
