@@ -7,8 +7,7 @@ import tensorflow as tf
 from replica_threads import ThreadLauncher, on_replicas, thread_groups
 
 from tfdist.collectives import CompressionState
-from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
-from tfdist.collectives.hierarchy import ReplicaHierarchy
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy, ReplicaReduction
 from tfdist.compression import Policy, Quantize
 
 pytestmark = pytest.mark.usefixtures("cpus")
