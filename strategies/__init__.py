@@ -9,7 +9,7 @@ from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
 from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
 from tfdist.pipeline.pipeline import Pipeline  # noqa: E402
-from tfdist.sharded_state.sharded_state_options import ShardedState  # noqa: E402
+from tfdist.sharded_state.state_sharding import ShardedState  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402

@@ -12,7 +12,7 @@ from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
-from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
     peer_addresses,

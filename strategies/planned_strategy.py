@@ -15,7 +15,7 @@ from tfdist.local_updates.local_modes import DiLoCo, LocalSGD
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.planning.plans import PLAN_VARIABLE, Plan, PlanFile, Processes, describe_processes, plan_for
-from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies.cluster_resolver import is_started_by_launcher
 from tfdist.strategies.mirrored_strategy import MirroredStrategy
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy

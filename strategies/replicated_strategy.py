@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.collectives import CommunicationStats, CompressionState
-from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
-from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
@@ -24,8 +23,7 @@ from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
-from tfdist.sharded_state.state_sharding import StateSharding
+from tfdist.sharded_state.state_sharding import ShardedState, StateSharding, sharded_state_of
 from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
@@ -98,8 +96,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         self._row_shares: RowShares | None = None
         self._local_updates: LocalUpdates | None = None
         self._batch_comparison: BatchComparison | None = None
-        self._reduction_context = ReductionContext()
-        self._reduction_context.time_wait = time_wait
+        self._reduction_context = ReductionContext(time_wait)
         self._compression_state = CompressionState(policy if policy.compresses else None)
         self.divided_rows = DividedRows(1)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -17,7 +17,7 @@ from tfdist.sharded_state.exchange import all_gather, own_part, reduce_scatter
 from tfdist.sharded_state.layout import Unit
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
-from tfdist.updates.whole_update import WholeUpdate
+from tfdist.updates.update_engine import WholeUpdate
 
 
 class ShardedUpdate(WholeUpdate):
