@@ -68,6 +68,3 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
     def replicas_of_workers(self) -> tuple[int]:
         """The number of devices: there is one process."""
         return (self.num_replicas_in_sync,)
-
-    def _wrap_results(self, results: Any) -> Any:
-        return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)

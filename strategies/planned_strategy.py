@@ -26,19 +26,11 @@ from tfdist.strategies.worker_start import compare_plans, requested_workers
 _PROBE_VARIABLE = "TFDIST_PROBE"  # set while `tfdist plan` measures the program
 # The names that a file may contain. Nothing else is looked up.
 _STRATEGIES: dict[str, Callable[..., Any]] = {
-    "MirroredStrategy": MirroredStrategy,
-    "ModelParallelStrategy": ModelParallelStrategy,
-    "MultiWorkerMirroredStrategy": MultiWorkerMirroredStrategy,
-    "ParameterServerStrategy": ParameterServerStrategy,
+    kind.__name__: kind
+    for kind in (MirroredStrategy, ModelParallelStrategy, MultiWorkerMirroredStrategy, ParameterServerStrategy)
 }
 _OPTIONS: dict[str, Callable[..., Any]] = {
-    "Asynchronous": Asynchronous,
-    "DiLoCo": DiLoCo,
-    "LoadBalancing": LoadBalancing,
-    "LocalSGD": LocalSGD,
-    "Pipeline": Pipeline,
-    "ShardedState": ShardedState,
-    "Synchronous": Synchronous,
+    kind.__name__: kind for kind in (Asynchronous, DiLoCo, LoadBalancing, LocalSGD, Pipeline, ShardedState, Synchronous)
 }
 _log = logging.getLogger("tfdist")
 

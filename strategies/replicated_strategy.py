@@ -13,7 +13,6 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy, Re
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.compression import Compressor, Policy
 from tfdist.keras_internals.model_introspection import (
-    accepts_zeros,
     bound_step,
     first_input,
     is_predict_step,
@@ -30,12 +29,11 @@ from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.finished_graphs import release_with
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
-from tfdist.tensorflow_internals.rows_per_replica import filled_samples, is_complete, without_filled_rows
+from tfdist.tensorflow_internals.rows_per_replica import is_complete, without_filled_rows
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
 from tfdist.training.balanced_batches import own_rows
 from tfdist.training.batch_comparison import BatchComparison
-from tfdist.training.empty_batches import predict_on_replicas
-from tfdist.training.replica_step import check_model, local_parts, step_on_replicas
+from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
 from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import is_whole_number
@@ -190,7 +188,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         if owner is not None and not tf.executing_eagerly():
             release_with(owner)
         if predicts:
-            return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
+            return super().run(predict_on_replicas(fn, args[0], self), args, kwargs, options)
         if model is None:
             args, kwargs = own_rows(without_filled_rows((args, kwargs)), self)
             self.divided_rows = DividedRows(self.num_replicas_in_sync)
@@ -256,15 +254,9 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         if self.num_workers > 1:  # within one process they need no collectives
             check_collectives()
 
-    def _predict_step(self, function: Any, data: Any) -> Any:
-        parts = local_parts(own_rows(data, self), self)
-        or_zeros = accepts_zeros(predicting_model(function), parts[0])
-        samples = filled_samples(data)
-        return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros, filled_samples=samples)
-
     def _wrap_results(self, results: Any) -> Any:
         """Returns the results of a step, which are equal on all replicas, as Keras expects them."""
-        return results
+        return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number."""

@@ -77,11 +77,6 @@ class RowShares:
             self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
         self.timers = [StepTimer(host) for _ in range(devices[rank])]
 
-    @property
-    def follows_speeds(self) -> bool:
-        """Whether shares follow the measured speeds."""
-        return self._options is not None
-
     def bounds(self, rows: int | tf.Tensor) -> list[tuple[Any, Any]]:
         """Returns the first row and the end of the rows of each local replica.
 

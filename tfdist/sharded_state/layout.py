@@ -56,11 +56,6 @@ class SpanLayout:
     replicas: int
     owners: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether each variable is owned by one replica."""
-        return not all(unit.is_divided for unit in self.units)
-
     @classmethod
     def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
         """Distributes variables over `replicas`.
@@ -100,8 +95,8 @@ class SpanLayout:
         >>> layout = SpanLayout.plan_whole(specs, replicas=2, bucket_bytes=0)
         >>> layout.units
         (Unit(positions=(2, 1, 0), part_length=4, is_divided=False),)
-        >>> [layout.owner(position) for position in range(3)]
-        [1, 0, 1]
+        >>> layout.owners
+        ((0, 1), (1, 0), (2, 1))
         """
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
         loads, owners, units = [0] * replicas, {}, []
@@ -115,10 +110,6 @@ class SpanLayout:
             if positions:
                 units.append(Unit(positions, max(parts), is_divided=False))
         return cls(sizes, tuple(units), replicas, tuple(sorted(owners.items())))
-
-    def owner(self, position: int) -> int:
-        """The replica that owns all of a variable, in a layout of `plan_whole`; 0 if the variable has no values."""
-        return dict(self.owners).get(position, 0)
 
     def spans(self, position: int) -> tuple[Span, ...]:
         """The span of the variable at `position` that each replica owns, by its number; empty ones have size 0."""

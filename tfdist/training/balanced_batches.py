@@ -9,7 +9,7 @@ from tfdist.keras_internals.model_introspection import first_input
 from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.tensorflow_internals.input_pipeline import calls_shard, reads_files
 from tfdist.tensorflow_internals.rows_per_replica import is_complete, parts_of_complete
-from tfdist.training.sample_shares import ReplicaStep, count_samples, has_rows, rows_between, static_samples
+from tfdist.training.sample_shares import ReplicaStep, has_rows, number_of_samples, rows_between, tensors_in
 from tfdist.training.worker_batches import check_has_batches, several_of_each
 
 _log = logging.getLogger("tfdist")
@@ -36,8 +36,7 @@ class SharedRows:
     def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep:
         """Starts to time a training step of a local replica."""
         timer = self._shares.timers[self._local_replica()]
-        tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
-        return timer.start(tensors, _some_weights(model), step.samples)
+        return timer.start(tensors_in(data), _some_weights(model), step.samples)
 
     def end_timing(self, model: Any, step: ReplicaStep) -> None:
         """Stores the time of a training step when its update is made."""
@@ -64,16 +63,9 @@ class SharedRows:
         return int(tf.get_static_value(replica)) - self._first_replica
 
 
-def rows_of_shares(data: Any, strategy: Any) -> SharedRows | None:
-    """Returns the rows of the replicas if `data` is a batch that the strategy's shares divide, else `None`."""
-    return SharedRows(data, strategy) if is_complete(data) else None
-
-
 def own_rows(data: Any, strategy: Any) -> Any:
     """Returns `data` with the rows of each local replica in place of complete batches."""
-    if not is_complete(data):
-        return data
-    return _divided(data, strategy)[0]
+    return _divided(data, strategy)[0] if is_complete(data) else data
 
 
 def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank: int) -> tf.data.Dataset:
@@ -111,8 +103,7 @@ def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, A
     if counted is None or not has_rows(counted):
         marked = [leaf for leaf in tf.nest.flatten(data) if is_complete(leaf)]
         counted = next(leaf.values[0] for leaf in marked if has_rows(leaf.values[0]))
-    static = static_samples(counted)
-    rows = count_samples(counted) if static is None else int(static)
+    rows = number_of_samples(counted)
     bounds = strategy.row_shares.bounds(rows)
 
     def part_of(leaves: list[Any], replica: int) -> list[Any]:

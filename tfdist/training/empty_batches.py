@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.training.sample_shares import count_samples
-
 
 def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
     """Returns `data`, or a row of `fillers` (see `first_rows`) if there are no `samples`, an int or an int32 scalar.
@@ -53,7 +51,11 @@ def first_rows(parts: Sequence[Any], *, or_zeros: bool) -> Any:
             row = tf.cond(tf.greater(tf.shape(leaf)[0], 0), lambda leaf=leaf: leaf[:1], lambda row=row: row)
         if not or_zeros:
             return row
-        return tf.cond(tf.greater(tf.shape(row)[0], 0), lambda: row, lambda: _zeros(row))
+        return tf.cond(
+            tf.greater(tf.shape(row)[0], 0),
+            lambda: row,
+            lambda: tf.zeros(tf.concat([[1], tf.shape(row)[1:]], axis=0), row.dtype),
+        )
 
     return tf.nest.map_structure(first_row, *parts)
 
@@ -81,40 +83,5 @@ def drop_rows_if_empty(outputs: Any, samples: Any) -> Any:
     return tf.nest.map_structure(kept, outputs)
 
 
-def predict_on_replicas(
-    step_function: Any,
-    parts: Sequence[Any],
-    input_of: Any,
-    *,
-    or_zeros: bool,
-    filled_samples: Sequence[tf.Tensor] | None = None,
-) -> Any:
-    """Wraps Keras' prediction of a batch so that a replica without samples returns no rows.
-
-    The replicas are traced, or run eagerly, one after another in the order of `parts`, their data. `input_of` returns
-    the input, in a replica's data, whose first dimension is the number of samples. `filled_samples` are the replicas'
-    numbers of samples if those without samples have rows already. For `or_zeros` see `first_rows`.
-    """
-    waiting = zip(parts, filled_samples or [None] * len(parts), strict=True)
-
-    @tf.autograph.experimental.do_not_convert
-    def replica_predict(_: Any) -> Any:
-        replica_data, own_samples = next(waiting)
-        if own_samples is not None:
-            return drop_rows_if_empty(step_function(replica_data), own_samples)
-        value = input_of(replica_data)
-        if value is None or (tf.is_tensor(value) and value.shape.rank and value.shape[0]):
-            return step_function(replica_data)
-        samples = count_samples(value)
-        filled = filled_if_empty(replica_data, samples, first_rows(parts, or_zeros=or_zeros))
-        return drop_rows_if_empty(step_function(filled), samples)
-
-    return replica_predict
-
-
 def _has_samples(tensor: tf.Tensor) -> bool:
     return not isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)) and bool(tensor.shape.rank)
-
-
-def _zeros(leaf: tf.Tensor) -> tf.Tensor:
-    return tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], axis=0), leaf.dtype)

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import divided
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.training.sample_shares import tensors_in
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -170,7 +171,7 @@ class _Thread:
     def start_after(self, value: Any) -> None:
         """Delays the operations of a body that has not begun until the tensors in `value` are computed."""
         if self._graph is not None:
-            self._after = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
+            self._after = tensors_in(value)
 
     def resume(self, answer: Any) -> _SyncPoint | None:
         """Lets the body run with the `answer` to its last point, and returns its next point, or None at its end."""

@@ -18,17 +18,18 @@ from tfdist.keras_internals.model_introspection import (
     first_variable_outside,
     has_own_loss,
     is_made_under,
+    predicting_model,
     set_added_losses,
     step_states,
 )
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
-from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica
+from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica, filled_samples, is_complete
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
-from tfdist.training.balanced_batches import rows_of_shares
-from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
+from tfdist.training.balanced_batches import SharedRows, own_rows
+from tfdist.training.empty_batches import drop_rows_if_empty, filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
 from tfdist.training.sample_shares import (
@@ -36,8 +37,10 @@ from tfdist.training.sample_shares import (
     count_samples,
     has_rows,
     is_distributed,
+    number_of_samples,
     rows_of_part,
     static_samples,
+    tensors_in,
 )
 
 
@@ -46,8 +49,8 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     is_compiled_by_user, step_function = is_compiled(step_function), inlined(step_function)
     training = step_function.__name__ == "train_step"
     is_within_worker = training and strategy.local_updates is not None
-    shared = rows_of_shares(data, strategy)
-    parts = local_parts(data if shared is None else shared.own, strategy)
+    shared = SharedRows(data, strategy) if is_complete(data) else None
+    parts = _local_parts(data if shared is None else shared.own, strategy)
     fillers = parts if shared is None else [*parts, shared.whole]
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
     carrier = first_input(data) if shared is None else None
@@ -64,7 +67,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         replica, replica_data = next(waiting)
         # At the end of the data TensorFlow still runs the operations of a step that do not depend on the data, such as
         # the count of iterations and the keys of collectives.
-        with step_after(_tensors(replica_data)):
+        with step_after(tensors_in(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(inputs, replica, replicas, counted, is_within_worker)
             if is_within_worker:
@@ -77,7 +80,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             with step.running(), nullcontext() if step.timing is None else step.timing.computing():
                 is_first = replica_data is parts[0]  # one replica stands for all
                 with divided.checked_literals(is_first) as checked:
-                    if micro_batches > 1 and _can_be_split(replica_data):
+                    if micro_batches > 1 and has_rows(first_input(replica_data)):
                         results = _run_micro_batches(model, step_function, replica_data, step, strategy, fillers)
                     else:
                         results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
@@ -114,9 +117,7 @@ def _run_micro_batches(
     count = strategy.micro_batches
     value = first_input(data)
     parts = [rows_of_part(data, value, part, count) for part in range(count)]
-    steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
-    for part in steps:
-        part.has_own_loss, part.graph = step.has_own_loss, step.graph
+    steps = [step.micro_batch(number_of_samples(first_input(part)), count) for part in parts]
     is_full = not any(part.may_lack_rows for part in steps)
     fillers = None if is_full else first_rows([*parts, *local], or_zeros=accepts_zeros(model, data))
     statistics = batch_statistics(model)
@@ -138,7 +139,7 @@ def _run_micro_batches(
             yield
 
     def body(part: int) -> Any:
-        with step_after(_tensors(parts[part])), steps[part].running():
+        with step_after(tensors_in(parts[part])), steps[part].running():
             own = steps[part]
             part_data = parts[part]
             if not is_full and own.may_lack_rows:
@@ -186,21 +187,29 @@ def _values(variables: Sequence[Any]) -> list[tf.Tensor]:
     return [tf.identity(variable.value) for variable in variables]
 
 
-def _samples(value: Any) -> int | tf.Tensor:
-    static = static_samples(value)
-    return count_samples(value) if static is None else static
+def predict_on_replicas(step_function: Any, data: Any, strategy: Any) -> Any:
+    """Wraps Keras' prediction of a batch, for `strategy.run`, so that a replica without samples returns no rows."""
+    parts = _local_parts(own_rows(data, strategy), strategy)
+    or_zeros = accepts_zeros(predicting_model(step_function), parts[0])
+    # The replicas are traced, or run eagerly, one after another. A replica without samples may have rows already.
+    waiting = zip(parts, filled_samples(data) or [None] * len(parts), strict=True)
+
+    @tf.autograph.experimental.do_not_convert
+    def replica_predict(_: Any) -> Any:
+        replica_data, own_samples = next(waiting)
+        if own_samples is not None:
+            return drop_rows_if_empty(step_function(replica_data), own_samples)
+        value = first_input(replica_data)
+        if value is None or (tf.is_tensor(value) and value.shape.rank and value.shape[0]):
+            return step_function(replica_data)
+        samples = count_samples(value)
+        filled = filled_if_empty(replica_data, samples, first_rows(parts, or_zeros=or_zeros))
+        return drop_rows_if_empty(step_function(filled), samples)
+
+    return replica_predict
 
 
-def _can_be_split(data: Any) -> bool:
-    value = first_input(data)
-    return value is not None and has_rows(value)
-
-
-def _tensors(data: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
-
-
-def local_parts(data: Any, strategy: Any) -> list[Any]:
+def _local_parts(data: Any, strategy: Any) -> list[Any]:
     """Returns the data of each local replica. Splits the rows if the data is not distributed yet."""
     replicas = len(strategy.extended.worker_devices)
     value = first_input(data)

@@ -93,7 +93,12 @@ class _StockStrategy(TrainingStrategy):
     @property
     def num_workers(self) -> int:
         # Read on demand: the resolver of a TPU asks a service on every call, which may fail.
-        return _num_workers(self._strategy)
+        resolver = getattr(self._strategy, "cluster_resolver", None)
+        spec = resolver.cluster_spec() if resolver is not None else None
+        tasks = spec.as_dict() if spec else {}
+        is_chief_alone = isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
+        jobs = ("worker",) if is_chief_alone else ("chief", "worker")
+        return max(sum(len(tasks.get(job, ())) for job in jobs), 1)
 
     @property
     def replicas_of_workers(self) -> Sequence[int]:
@@ -113,11 +118,3 @@ def training_strategy(strategy: Any) -> TrainingStrategy:
         strategy's cluster resolver knows, and empty counters.
     """
     return strategy if is_tfdist_strategy(strategy) else _StockStrategy(strategy)
-
-
-def _num_workers(strategy: Any) -> int:
-    resolver = getattr(strategy, "cluster_resolver", None)
-    spec = resolver.cluster_spec() if resolver is not None else None
-    tasks = spec.as_dict() if spec else {}
-    jobs = ("worker",) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else ("chief", "worker")
-    return max(sum(len(tasks.get(job, ())) for job in jobs), 1)
