@@ -147,10 +147,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             )
             self._batch_comparison.end_with(self)
             patch_files()
-        self._row_shares = self._shares_of(balancing, shares)
+        self.row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
-            self._local_updates = LocalUpdates(self, local_mode, _samples_of_step)
+            self.local_updates = LocalUpdates(self, local_mode, _samples_of_step)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
@@ -174,8 +174,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         Args:
             *models: The models that the loop trains, whose batch statistics become the mean of the workers'.
         """
-        if self._local_updates is not None:
-            self._local_updates.synchronize(models)
+        if self.local_updates is not None:
+            self.local_updates.synchronize(models)
 
     @property
     def num_workers(self) -> int:

@@ -19,7 +19,6 @@ from tfdist.keras_internals.model_introspection import (
     predicting_model,
 )
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.sharded_state.state_sharding import ShardedState, StateSharding, sharded_state_of
@@ -58,6 +57,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     """
 
     has_read_number = False  # whether the user's code has read the number of replicas
+    state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are
+    local_updates: LocalUpdates | None = None
 
     def _configure(
         self,
@@ -90,9 +91,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
         self._builds_locally = False
         self._state_bucket_bytes = bucket_bytes
-        self._state_sharding: StateSharding | None = None
-        self._row_shares: RowShares | None = None
-        self._local_updates: LocalUpdates | None = None
         self._batch_comparison: BatchComparison | None = None
         self._reduction_context = ReductionContext(time_wait)
         self._compression_state = CompressionState(policy if policy.compresses else None)
@@ -141,26 +139,11 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """The state that the compressors of this process keep from step to step."""
         return self._compression_state
 
-    @property
-    def row_shares(self) -> RowShares | None:
-        """Which rows of global batches each worker computes; `None` if all replicas compute equally many."""
-        return self._row_shares
-
-    @property
-    def state_sharding(self) -> StateSharding | None:
-        """How the slots of optimizers are split over the replicas; `None` if each replica holds all of them."""
-        return self._state_sharding
-
-    @property
-    def local_updates(self) -> LocalUpdates | None:
-        """How workers train by themselves between two exchanges; `None` if they exchange in each update."""
-        return self._local_updates
-
     def _split_state(self) -> None:
         """Splits the slots of optimizers from now on if that was requested. All workers call this."""
         if self._sharded_state is not None and self.num_replicas_in_sync > 1:
             name = f"tfdist/slots/{self._collective_key_base}"
-            self._state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
+            self.state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
 
     @property
     def gradient_reduction(self) -> ReplicaReduction:
@@ -197,8 +180,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         self._models.add(model)
         training = name == "train_step"
         check_model(model, self, training=training)
-        if training and self._local_updates is not None:
-            self._local_updates.add_model(model)
+        if training and self.local_updates is not None:
+            self.local_updates.add_model(model)
         data = args[0] if args else None
         replica_step = step_on_replicas(model, fn, data, self)
         with self._within_worker() if training else nullcontext(), self.divided_rows.explained():
@@ -221,7 +204,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
 
     def _within_worker(self) -> AbstractContextManager[None]:
         """Returns the context in which replicas reduce over those of this worker, if updates are local."""
-        return nullcontext() if self._local_updates is None else self.extended.replica_operations.within_worker()
+        return nullcontext() if self.local_updates is None else self.extended.replica_operations.within_worker()
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces `value`, or each leaf of a structure, over all replicas; see `tf.distribute.Strategy.reduce`.

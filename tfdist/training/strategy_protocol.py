@@ -18,9 +18,14 @@ class TrainingStrategy(Protocol):
 
     Attributes:
         plan: The plan by which `tfdist.strategies.planned()` created it; None if it was created by hand.
+        row_shares: Which rows of global batches each worker computes; None if the strategy does not divide them by
+            shares.
+        local_updates: How workers train by themselves between two exchanges of weights; None if they do not.
     """
 
     plan: Any = None
+    row_shares: RowShares | None = None
+    local_updates: Any = None
 
     @property
     def rank(self) -> int:
@@ -64,16 +69,6 @@ class TrainingStrategy(Protocol):
     @property
     def compression_state(self) -> CompressionState | None:
         """The state of this process's compressors, or None if the strategy saves none."""
-        return None
-
-    @property
-    def row_shares(self) -> RowShares | None:
-        """Which rows of global batches each worker computes; None if the strategy does not divide them by shares."""
-        return None
-
-    @property
-    def local_updates(self) -> Any:
-        """How workers train by themselves between two exchanges of weights; `None` if they do not."""
         return None
 
     @property
