@@ -117,15 +117,15 @@ class CompressedReduction:
         static = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
         shape: list[int] | None = None if static is None else static.tolist()
         compressor, has_state = (Dense(), False) if shape is None else self._policy.resolve(path, shape)
-        if shape is None or not has_state or not compressor.encodes_rows:
-            group, (values,) = begin_bucket(self._group(method_label(Dense())), [slices.values])
-            self._count_dense_rows(Dense(), slices, path, group)
+        if not has_state or not compressor.encodes_rows:
+            compressor = Dense()
+        group, (values,) = begin_bucket(self._group(method_label(compressor)), [slices.values])
+        self._count_dense_rows(compressor, slices, path, group)
+        if shape is None or compressor == Dense():
             summed = sum_indexed_slices(with_values(slices, values), group)
             summed = with_values(summed, *end_bucket(group, [summed.values]))
             self._finite.append(tf.reduce_all(tf.math.is_finite(summed.values)))
             return summed
-        group, (values,) = begin_bucket(self._group(method_label(compressor)), [slices.values])
-        self._count_dense_rows(compressor, slices, path, group)
         entries = self._state.of(path, compressor, shape)
         as_float = with_values(slices, tf.cast(values, tf.float32))
         summed, new_state, rows, finite = sum_encoded_slices(as_float, compressor, group, _read(entries))

@@ -58,12 +58,7 @@ class SpanLayout:
 
     @classmethod
     def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
-        """Distributes variables over `replicas`.
-
-        Args:
-            specs: Shapes and dtypes of the variables.
-            replicas: The number of replicas.
-            bucket_bytes: See `fill_buckets`.
+        """Distributes variables of these shapes and dtypes over `replicas`; see `fill_buckets` for `bucket_bytes`.
 
         >>> import tensorflow as tf
         >>> layout = SpanLayout.plan([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
@@ -85,10 +80,7 @@ class SpanLayout:
     def plan_whole(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
         """Distributes variables over `replicas`, each of them whole, so that replicas own about as many bytes.
 
-        Args:
-            specs: Shapes and dtypes of the variables.
-            replicas: The number of replicas.
-            bucket_bytes: See `fill_buckets`. A unit has as many bytes for each replica.
+        A unit has `bucket_bytes` for each replica.
 
         >>> import tensorflow as tf
         >>> specs = [tf.TensorSpec([3]), tf.TensorSpec([2, 2]), tf.TensorSpec([])]
