@@ -4,7 +4,7 @@ from tfdist.versions import require_supported_versions
 
 require_supported_versions()  # before anything imports TensorFlow, so that the error says what to install
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing  # noqa: E402
+from tfdist.load_balancing.share_planning import LoadBalancing  # noqa: E402
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
 from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402

@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
-from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
+from tfdist.load_balancing.share_planning import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
@@ -39,10 +39,9 @@ from tfdist.tensorflow_internals.strategy_extended import (
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
-from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.sample_shares import current_step
-from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
+from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
 _UNKNOWN = -1

@@ -13,7 +13,7 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.created_parts import keras_creates_variable
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
+from tfdist.load_balancing.share_planning import LoadBalancing, load_balancing_of
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartShares
 from tfdist.parameter_server.chief import ChiefTraining

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import cluster
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.share_planning import LoadBalancing
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
 from tfdist.pipeline.pipeline import Pipeline

@@ -19,6 +19,7 @@ from tfdist.training.batch_comparison import DifferentBatchesError
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
 from tfdist.training.sample_shares import compiles_calls, current_step, has_samples, keep_added_losses
+from tfdist.utils.temporary_values import setting_attributes
 
 _log = logging.getLogger("tfdist")
 
@@ -131,7 +132,7 @@ HOOKS = StrategyHooks(
     before_step=lambda strategy: strategy.check_batches(),
     on_error=_on_error,
     at_end=_at_end,
-    local_values=lambda strategy: strategy._building_locally(),
+    local_values=lambda strategy: setting_attributes(strategy, _builds_locally=True),
     sent_bytes=_sent_bytes,
 )
 

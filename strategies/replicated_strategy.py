@@ -30,13 +30,12 @@ from tfdist.tensorflow_internals.function_methods import reject_exchange_in_comp
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.rows_per_replica import is_complete, without_filled_rows
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
-from tfdist.training.balanced_batches import own_rows
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
 from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.training.worker_batches import own_rows
 from tfdist.utils.argument_checks import is_whole_number
-from tfdist.utils.temporary_values import setting_attributes
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
@@ -56,6 +55,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     Put it before TensorFlow's class in the list of bases.
     """
 
+    _builds_locally = False
     has_read_number = False  # whether the user's code has read the number of replicas
     state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are
     local_updates: LocalUpdates | None = None
@@ -89,7 +89,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         exclude_from_autograph()
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
-        self._builds_locally = False
         self._state_bucket_bytes = bucket_bytes
         self._batch_comparison: BatchComparison | None = None
         self._reduction_context = ReductionContext(time_wait)
@@ -249,9 +248,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def _carry_counts(self, dataset: Any, own_batches: int | None) -> Any:
         """Returns the distributed dataset whose batches carry their numbers of samples, if one worker cannot tell."""
         return dataset
-
-    def _building_locally(self) -> AbstractContextManager[None]:
-        return setting_attributes(self, _builds_locally=True)
 
     def _axis(self, value: Any, axis: Any) -> Any:
         ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}

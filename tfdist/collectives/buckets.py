@@ -28,13 +28,8 @@ def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int, *, packs_large
     if that is less, has a separate bucket, and so has one whose shape is unknown when the function is traced. Tensors
     of different dtypes fill separate buckets.
 
-    Args:
-        tensors: Dense tensors of any shape and dtype.
-        bucket_bytes: Size from which a bucket is closed, in bytes; 0 puts all tensors of a dtype into one bucket.
-        packs_large: Whether tensors of 1 MiB, too, share buckets with their neighbours.
-
-    Returns:
-        The buckets in the order in which their last gradients are computed.
+    `bucket_bytes` of 0 put all tensors of a dtype into one bucket. With `packs_large`, tensors of 1 MiB, too, share
+    buckets with their neighbours. The result has the order in which the buckets' last gradients are computed.
 
     >>> import tensorflow as tf
     >>> gradients = [tf.zeros([2]), tf.zeros([4]), tf.zeros([1]), tf.zeros([1], tf.float16), tf.zeros([1])]

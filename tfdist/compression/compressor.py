@@ -158,16 +158,10 @@ class Compressor(ABC):
     def reduce_parts(
         self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
     ) -> Reduced:
-        """Sums gradients like `reduce`; the sums are those of the values that this replica owns, flat.
+        """Sums gradients like `reduce`; the sums are those of the values that this replica owns by `parts`, flat.
 
         `finite` is about these values alone. By default the sums of all values are computed. Methods whose payloads can
         be split send each part to its owner instead.
-
-        Args:
-            gradients: See `reduce`.
-            group: See `reduce`.
-            states: See `reduce`.
-            parts: The owners of the values of gradients.
         """
         reduced = self.reduce(gradients, group, states)
         return replace(reduced, sums=parts.own_of(reduced.sums))

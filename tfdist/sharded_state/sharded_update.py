@@ -44,18 +44,15 @@ class ShardedUpdate(WholeUpdate):
 
     @property
     def accumulators(self) -> Sequence[tf.Variable]:
-        """See `HeldUpdate`."""
         return self._parts.accumulators if self.exchanges_micro_steps else super().accumulators
 
     def write(self, function: Callable[..., Any], *values: Sequence[Any]) -> None:
-        """See `HeldUpdate`."""
         if self.exchanges_micro_steps:
             self.each(function, self.accumulators, *values)
         else:
             super().write(function, *values)
 
     def all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """See `HeldUpdate`."""
         overflows = tf.cast(tf.logical_not(all_finite(gradients)), tf.int32)
         return tf.equal(sum_over_replicas([overflows])[0], 0)
 

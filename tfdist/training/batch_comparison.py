@@ -166,15 +166,10 @@ class DifferentBatchesError(ValueError):
 
 
 class BatchComparison:
-    """The comparison of the batches of one strategy's datasets.
-
-    Args:
-        rank: The rank of this worker.
-        num_workers: The number of workers, at least 2.
-        name: The prefix of its keys in the key-value store of the cluster.
-    """
+    """The comparison of the batches of one strategy's datasets."""
 
     def __init__(self, rank: int, num_workers: int, name: str) -> None:
+        """Compares them on at least 2 workers; `name` begins its keys in the key-value store of the cluster."""
         self._rank, self._num_workers, self._name = rank, num_workers, name
         self._datasets: collections.Counter[str] = collections.Counter()
         self._sent: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

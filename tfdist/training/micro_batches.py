@@ -33,7 +33,7 @@ class _SyncPoint:
     value: Any
     combine: Callable[[Any, Any], Any]
     finish: Callable[[Any], Any]
-    is_shared: bool = True  # False: the point concerns this micro-batch alone.
+    is_shared: bool = True  # False: the point concerns this micro-batch alone, and nothing is combined.
 
 
 class _Cancelled(BaseException):
@@ -58,7 +58,7 @@ class MicroBatchContext(tf.distribute.ReplicaContext):
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `merge_fn` once for the micro-batches of this index on all replicas."""
         call = functools.partial(self._replica.merge_call, merge_fn, args, kwargs)
-        return self._thread.pause(_SyncPoint("merge_call", None, _first, lambda _: call(), is_shared=False))
+        return self._thread.pause(_SyncPoint("merge_call", None, sum_pairwise, lambda _: call(), is_shared=False))
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduces over all micro-batches of all replicas. Differentiable, as in any replica context."""
@@ -112,9 +112,8 @@ def run_micro_batches(bodies: Sequence[Callable[[], Any]], turn: Turn) -> list[A
     In a graph, a body begins when the previous body has computed the values for its first synchronization. If that is
     the update, the activations of one micro-batch are freed before those of the next are computed.
 
-    Args:
-        bodies: Functions without arguments that make the same reductions and updates in the same order.
-        turn: Takes the number of a body, returns a context in which it runs until its next synchronization.
+    The functions make the same reductions and updates in the same order. `turn` takes the number of one, and returns a
+    context in which it runs until its next synchronization.
 
     Raises:
         RuntimeError: The bodies synchronize in different orders, or inside a condition, a loop or a nested function.
@@ -251,7 +250,3 @@ def _sum(total: Any, new: Any) -> Any:
         values = tf.concat([total.values, new.values], axis=0)
         return tf.IndexedSlices(values, tf.concat([total.indices, new.indices], axis=0), total.dense_shape)
     return operator.add(tf.convert_to_tensor(total), tf.convert_to_tensor(new))
-
-
-def _first(total: Any, _: Any) -> Any:
-    return total

@@ -28,7 +28,6 @@ from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica, filled_samples, is_complete
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
-from tfdist.training.balanced_batches import SharedRows, own_rows
 from tfdist.training.empty_batches import drop_rows_if_empty, filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
@@ -42,6 +41,7 @@ from tfdist.training.sample_shares import (
     static_samples,
     tensors_in,
 )
+from tfdist.training.worker_batches import SharedRows, own_rows
 
 
 def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any, strategy: Any) -> Callable[..., Any]:

@@ -187,11 +187,9 @@ class WholeUpdate:
 
     @property
     def accumulators(self) -> Sequence[tf.Variable]:
-        """See `HeldUpdate`."""
         return self.update.accumulators
 
     def exchange(self, gradients: Sequence[Any], divisor: Any, contributes: tf.Tensor | None) -> list[Any]:
-        """See `HeldUpdate`."""
         if contributes is not None and tf.executing_eagerly():
             # Eager replicas reduce in a merge call, where a replica's own condition is not known.
             gradients, contributes = [zeros_unless(contributes, gradient) for gradient in gradients], None
@@ -205,21 +203,17 @@ class WholeUpdate:
             return self._summed(gradients)
 
     def each(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
-        """See `HeldUpdate`."""
         return [function(*of_one) for of_one in zip(*values, strict=True)]
 
     def write(self, function: Callable[..., Any], *values: Sequence[Any]) -> None:
-        """See `HeldUpdate`."""
         update = self.update.strategy.extended.update
         for accumulator, *of_one in zip(self.accumulators, *values, strict=True):
             update(accumulator, function, args=tuple(of_one), group=False)
 
     def all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """See `HeldUpdate`. Sums are bit-identical on all replicas, so this is known without an exchange."""
-        return all_finite(gradients)
+        return all_finite(gradients)  # sums are bit-identical on all replicas, so this is known without an exchange
 
     def clip_and_apply(self, gradients: Sequence[Any]) -> None:
-        """See `HeldUpdate`."""
         self.update.clip_and_apply(gradients, self._compiles)
 
     def _summed(self, gradients: Sequence[Any]) -> list[Any]:
