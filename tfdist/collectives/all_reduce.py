@@ -273,7 +273,7 @@ class ReplicaReduction:
         slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
         dense = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
         for bucket in fill_buckets(dense, self._bucket_bytes):
-            self._counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket.positions], group)
+            self._counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket], group)
         if slices:
             parts = [part for rows in slices for part in (rows.values, rows.indices)]
             self._counters.add_dense(GRADIENTS, parts, group.size - 1)
@@ -290,11 +290,11 @@ def sum_tensors(
     dense = [position for position, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     dense_tensors = [tf.convert_to_tensor(tensors[position]) for position in dense]
     for bucket in fill_buckets(dense_tensors, bucket_bytes):
-        members = [dense_tensors[position] for position in bucket.positions]
+        members = [dense_tensors[position] for position in bucket]
         timed, members = begin_bucket(group, members)
         # A condition around the packing costs nothing; a selection value by value is one more pass over the data.
         sums = end_bucket(timed, unflatten(timed.sum(zeros_unless(contributes, flatten(members))), members))
-        for position, tensor in zip(bucket.positions, sums, strict=True):
+        for position, tensor in zip(bucket, sums, strict=True):
             results[dense[position]] = tensor
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):

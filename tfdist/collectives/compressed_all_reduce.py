@@ -59,7 +59,7 @@ class CompressedReduction:
                     compressor, _ = self._policy.resolve(paths[position], gradient.shape)
                 by_compressor.setdefault(compressor, []).append(position)
         buckets = [
-            (compressor, [positions[index] for index in bucket.positions])
+            (compressor, [positions[index] for index in bucket])
             for compressor, positions in by_compressor.items()
             for bucket in fill_buckets(
                 [gradients[position] for position in positions],

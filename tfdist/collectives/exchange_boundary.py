@@ -44,28 +44,20 @@ class ExchangeBoundary:
 
     Python's threads take turns more often in a process with a boundary (`sys.setswitchinterval`).
 
-    Args:
+    Attributes:
         exchange: The exchange with the other workers.
+        rank: The rank of this worker.
+        size: The number of workers.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-        self.exchange = exchange
+        self.exchange, self.rank, self.size = exchange, exchange.rank, exchange.size
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
         self._requested: Any = None  # the number of exchanges, on all lanes but those in the background
         self._ended_backgrounds: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
-
-    @property
-    def rank(self) -> int:
-        """The rank of this worker."""
-        return self.exchange.rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self.exchange.size
 
     def all_reduce(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the sum of the workers' tensors, which have the same shape and dtype.

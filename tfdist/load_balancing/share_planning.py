@@ -1,6 +1,6 @@
 """Plans the workers' shares of a batch from their measured seconds per row, as `LoadBalancing` says.
 
-These are pure functions of NumPy arrays. Every worker calls them with the same bits and must come to the same bits: sums
+They are pure functions of NumPy arrays. Every worker calls them with the same bits and must come to the same bits: sums
 are written as loops, because the order in which NumPy adds depends on the CPU.
 """
 

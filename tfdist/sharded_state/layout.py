@@ -70,7 +70,7 @@ class SpanLayout:
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
         units = []
         for bucket in fill_buckets(specs, bucket_bytes):
-            positions = tuple(position for position in bucket.positions if sizes[position])
+            positions = tuple(position for position in bucket if sizes[position])
             total = sum(sizes[position] for position in positions)
             if total:
                 units.append(Unit(positions, -(-total // replicas)))
@@ -93,7 +93,7 @@ class SpanLayout:
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
         loads, owners, units = [0] * replicas, {}, []
         for bucket in fill_buckets(specs, bucket_bytes * replicas, packs_large=True):
-            positions = tuple(position for position in bucket.positions if sizes[position])
+            positions = tuple(position for position in bucket if sizes[position])
             # The largest first, each to the replica that owns least.
             for position in sorted(positions, key=lambda one: (-sizes[one], one)):
                 owners[position] = loads.index(min(loads))
