@@ -248,8 +248,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
 
 def _columns(devices: Sequence[str], stages: int, ways: int) -> tuple[tuple[str, ...], ...]:
     """Returns the devices by column and stage; columns that share stages are neighbours."""
-    of_copy = [devices[first : first + stages * ways] for first in range(0, len(devices), stages * ways)]
-    return tuple(tuple(of_one[rank::ways]) for of_one in of_copy for rank in range(ways))
+    copies = [devices[first : first + stages * ways] for first in range(0, len(devices), stages * ways)]
+    return tuple(tuple(of_copy[rank::ways]) for of_copy in copies for rank in range(ways))
 
 
 def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int, ways: int) -> list[str]:

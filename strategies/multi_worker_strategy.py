@@ -279,7 +279,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return counted_batches(dataset, traits, self.num_replicas_in_sync, are_complete=are_complete)
 
     def _of_workers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the numbers of all workers."""
         return self.gather(tf.constant([numbers], tf.int64), axis=0).numpy().tolist()
 
 

@@ -80,7 +80,6 @@ def default_micro_batches(workers: int) -> int:
 
 
 def _states_of_generators() -> dict[str, int]:
-    """Returns hashes of the states of the generators of Python and NumPy."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     return {kind: zlib.crc32(pickle.dumps(state)) for kind, state in states.items()}
 

@@ -33,7 +33,6 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Number of values."""
         return self.stop - self.start
 
 
@@ -95,10 +94,12 @@ class SpanLayout:
         for bucket in fill_buckets(specs, bucket_bytes * replicas, packs_large=True):
             positions = tuple(position for position in bucket if sizes[position])
             # The largest first, each to the replica that owns least.
-            for position in sorted(positions, key=lambda one: (-sizes[one], one)):
+            for position in sorted(positions, key=lambda position: (-sizes[position], position)):
                 owners[position] = loads.index(min(loads))
                 loads[owners[position]] += sizes[position] * specs[position].dtype.size
-            parts = [sum(sizes[one] for one in positions if owners[one] == owner) for owner in range(replicas)]
+            parts = [0] * replicas
+            for position in positions:
+                parts[owners[position]] += sizes[position]
             if positions:
                 units.append(Unit(positions, max(parts), is_divided=False))
         return cls(sizes, tuple(units), replicas, tuple(sorted(owners.items())))

@@ -88,10 +88,9 @@ class ShardedUpdate(WholeUpdate):
             return self._scatter_compressed(gradients)
         group = self._reduction.gradient_group(list(gradients.values()))
         self._exchange = PartExchange(self._layout, group, self._replicas, self._replica)
-        sparse = {
-            position: gradient for position, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)
-        }
-        dense = {position: gradient for position, gradient in gradients.items() if position not in sparse}
+        sparse, dense = {}, {}
+        for position, gradient in gradients.items():
+            (sparse if isinstance(gradient, tf.IndexedSlices) else dense)[position] = gradient
         contributes = self._context.contributes
         parts: dict[int, tf.Tensor] = {}
         for unit in self._layout.units:
@@ -103,17 +102,18 @@ class ShardedUpdate(WholeUpdate):
     def _scatter_compressed(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
         group = self._reduction.gradient_group([])
         self._exchange = PartExchange(self._layout, group, self._replicas, self._replica)
-        spans = [self._layout.spans(position) for position in gradients]
-        by_rank = tuple(tuple((of[one].start, of[one].stop) for one in self._replicas) for of in spans)
-        parts = OwnedParts(by_rank, self._replicas.index(self._replica))
+        spans_of_group = tuple(
+            tuple((spans[replica].start, spans[replica].stop) for replica in self._replicas)
+            for spans in map(self._layout.spans, gradients)
+        )
+        parts = OwnedParts(spans_of_group, self._replicas.index(self._replica))
         sums = self._reduction.scatter_compressed(list(gradients.values()), parts)
-        sums_by_position = dict(zip(gradients, sums, strict=True))
-        sparse = {position: one for position, one in sums_by_position.items() if isinstance(one, tf.IndexedSlices)}
-        own_sums = {
-            position: one
-            for position, one in sums_by_position.items()
-            if position not in sparse and self._layout.spans(position)[self._replica].size
-        }
+        own_sums, sparse = {}, {}
+        for position, summed in zip(gradients, sums, strict=True):
+            if isinstance(summed, tf.IndexedSlices):
+                sparse[position] = summed
+            elif self._layout.spans(position)[self._replica].size:
+                own_sums[position] = summed
         return own_sums | self._own(sparse)
 
     def _own(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:

@@ -134,7 +134,6 @@ class PartGathers:
         return tf.concat([rows[self._order.index(replica)][:length] for replica, length in enumerate(lengths)], axis=0)
 
     def _gather_once(self, words: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Gathers by one function for each length."""
         length = int(words[0].shape[0])
         if length not in self._functions:
             specs = [tf.TensorSpec([length], words[0].dtype)] * len(words)
@@ -176,7 +175,6 @@ class StateSharding:
         return plan(specs, len(self.replicas), self._bucket_bytes)
 
     def reduction(self, local_replica: int) -> ReplicaReduction:
-        """Returns the reduction of a replica of this process."""
         return self._operations.reductions[local_replica]
 
 

@@ -198,17 +198,14 @@ class SharedRows:
         self.steps = [ReplicaStep(end - first, _fraction(end - first, self._rows)) for first, end in bounds]
 
     def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep:
-        """Starts to time a training step of a local replica."""
         timer = self._shares.timers[self._local_replica()]
         return timer.start(tensors_in(data), _some_weights(model), step.samples)
 
     def end_timing(self, model: Any, step: ReplicaStep) -> None:
-        """Stores the time of a training step when its update is made."""
         if step.timing is not None:
             step.timing.end(_some_weights(model))
 
     def report(self, step: ReplicaStep) -> tf.Tensor:
-        """Returns what this replica reports in the step."""
         measured = None if step.timing is None else step.timing.last
         return self._shares.report(self._first_replica + self._local_replica(), measured, step.samples)
 

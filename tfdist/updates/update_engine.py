@@ -68,7 +68,7 @@ def run_micro_step(
         return _apply(held, gradients, 1, around)
     if held.exchanges_micro_steps and update.loss_scale is not None:
         scale = update.loss_scale.value  # Accumulators hold scaled gradients, and the exchange has divided by it.
-        gradients = held.each(lambda one: multiplied(one, scale), gradients)
+        gradients = held.each(lambda gradient: multiplied(gradient, scale), gradients)
 
     def finish() -> None:
         totals = held.each(_added, held.accumulators, gradients)
@@ -80,7 +80,7 @@ def run_micro_step(
         if contributes is None:
             held.write(_add, gradients)
         elif tf.executing_eagerly():  # without a graph, replicas write together, also those without samples
-            held.write(_add, held.each(lambda one: zeros_unless(contributes, one), gradients))
+            held.write(_add, held.each(lambda gradient: zeros_unless(contributes, gradient), gradients))
         else:
             tf.cond(contributes, lambda: held.write(_add, gradients), lambda: None)
 
@@ -195,20 +195,17 @@ class WholeUpdate:
             gradients, contributes = [zeros_unless(contributes, gradient) for gradient in gradients], None
         if divisor is not None:
             gradients = [divided(gradient, divisor) for gradient in gradients]
-        gradients = [
-            with_shape(local_gradient, shape)
-            for local_gradient, shape in zip(gradients, self.update.shapes, strict=True)
-        ]
+        gradients = [with_shape(gradient, shape) for gradient, shape in zip(gradients, self.update.shapes, strict=True)]
         with self._context.of_gradients(contributes, self.update.paths), shared_operations():
             return self._summed(gradients)
 
     def each(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
-        return [function(*of_one) for of_one in zip(*values, strict=True)]
+        return [function(*of_gradient) for of_gradient in zip(*values, strict=True)]
 
     def write(self, function: Callable[..., Any], *values: Sequence[Any]) -> None:
         update = self.update.strategy.extended.update
-        for accumulator, *of_one in zip(self.accumulators, *values, strict=True):
-            update(accumulator, function, args=tuple(of_one), group=False)
+        for accumulator, *of_accumulator in zip(self.accumulators, *values, strict=True):
+            update(accumulator, function, args=tuple(of_accumulator), group=False)
 
     def all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
         return all_finite(gradients)  # sums are bit-identical on all replicas, so this is known without an exchange
