@@ -50,7 +50,45 @@ class Wrapper(Compressor):
         return self.compressor.decode(payload, shape)
 
 
-class ErrorFeedback(Wrapper):
+class _Residual(Wrapper):
+    """Base of wrappers that keep what `compressor` does not send of each gradient."""
+
+    @abstractmethod
+    def _accumulated(self, gradient: tf.Tensor, state: State) -> tuple[tf.Tensor, tf.Tensor | None, State]:
+        """Returns what is to be sent, the velocity if there is one, and the state of `compressor`."""
+
+    def _kept(self, total: tf.Tensor, remainder: tf.Tensor, velocity: tf.Tensor | None) -> State:
+        """Returns the new entries of this wrapper after `compressor` has left out `remainder` of `total`."""
+        del total, velocity
+        return {"residual": remainder}
+
+    def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
+        total, velocity, inner = self._accumulated(gradient, state)
+        payload, inner = self.compressor.encode(total, inner)
+        kept = self._kept(total, total - self.compressor.decode(payload, _shape_of(total)), velocity)
+        entries = tf.cond(
+            all_finite([total]), lambda: list(kept.values()), lambda: [tf.identity(state[name]) for name in kept]
+        )
+        return payload, {**dict(zip(kept, entries, strict=True)), **inner}
+
+    def _reduce(
+        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
+    ) -> Reduced:
+        totals, inner_states = list(gradients), list(states)
+        velocities: dict[int, tf.Tensor | None] = {}
+        for position, state in enumerate(states):
+            if state is not None:
+                accumulated = self._accumulated(gradients[position], state)
+                totals[position], velocities[position], inner_states[position] = accumulated
+        reduced = reduce(self.compressor, totals, inner_states)
+        new_states: list[State] = [{} for _ in gradients]
+        for position, velocity in velocities.items():
+            entries = self._kept(totals[position], reduced.residuals[position], velocity)
+            new_states[position] = {**entries, **reduced.states[position]}
+        return Reduced(reduced.sums, [tf.zeros_like(g) for g in gradients], new_states, reduced.finite)
+
+
+class ErrorFeedback(_Residual):
     """Adds the residual of the previous steps to each gradient, and keeps the part that `compressor` does not send.
 
     With the residual `e`, a replica sends `C(g + e)` and keeps `g + e - C(g + e)`. No part of a gradient is lost; some
@@ -68,31 +106,12 @@ class ErrorFeedback(Wrapper):
     def initial_state(self, shape: Sequence[int]) -> State:
         return {"residual": tf.zeros(shape), **self.compressor.initial_state(shape)}
 
-    def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
+    def _accumulated(self, gradient: tf.Tensor, state: State) -> tuple[tf.Tensor, tf.Tensor | None, State]:
         residual, inner = _pop_entry(state, "residual")
-        corrected = gradient + residual
-        payload, inner = self.compressor.encode(corrected, inner)
-        remainder = corrected - self.compressor.decode(payload, _shape_of(corrected))
-        finite = all_finite([corrected])
-        return payload, {"residual": tf.cond(finite, lambda: remainder, lambda: residual), **inner}
-
-    def _reduce(
-        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
-    ) -> Reduced:
-        corrected, inner_states = list(gradients), list(states)
-        for position, state in enumerate(states):
-            if state is not None:
-                residual, inner_states[position] = _pop_entry(state, "residual")
-                corrected[position] = gradients[position] + residual
-        reduced = reduce(self.compressor, corrected, inner_states)
-        new_states = [
-            {} if state is None else {"residual": remainder, **new_state}
-            for state, remainder, new_state in zip(states, reduced.residuals, reduced.states, strict=True)
-        ]
-        return Reduced(reduced.sums, [tf.zeros_like(g) for g in gradients], new_states, reduced.finite)
+        return gradient + residual, None, inner
 
 
-class MomentumCorrection(Wrapper):
+class MomentumCorrection(_Residual):
     """Momentum before sparsification (deep gradient compression), for plain `SGD` without momentum.
 
     A sparsifier with error feedback sends a value only in some steps, so an optimizer's momentum would act on delayed
@@ -131,42 +150,15 @@ class MomentumCorrection(Wrapper):
         zeros = tf.zeros(shape)
         return {"residual": zeros, "velocity": zeros, **self.compressor.initial_state(shape)}
 
-    def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
-        velocity, total, inner = self._accumulated(gradient, state)
-        payload, inner = self.compressor.encode(total, inner)
-        remainder = total - self.compressor.decode(payload, _shape_of(total))
-        new_state = {**self._kept(total, remainder, velocity), **inner}
-        finite = all_finite([total])
-        entries = tf.cond(
-            finite, lambda: [new_state[name] for name in state], lambda: [tf.identity(state[name]) for name in state]
-        )
-        return payload, dict(zip(state, entries, strict=True))
-
-    def _reduce(
-        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
-    ) -> Reduced:
-        totals, inner_states = list(gradients), list(states)
-        velocities: dict[int, tf.Tensor] = {}
-        for position, state in enumerate(states):
-            if state is not None:
-                accumulated = self._accumulated(gradients[position], state)
-                velocities[position], totals[position], inner_states[position] = accumulated
-        reduced = reduce(self.compressor, totals, inner_states)
-        new_states: list[State] = [{} for _ in gradients]
-        for position, velocity in velocities.items():
-            entries = self._kept(totals[position], reduced.residuals[position], velocity)
-            new_states[position] = {**entries, **reduced.states[position]}
-        return Reduced(reduced.sums, [tf.zeros_like(g) for g in gradients], new_states, reduced.finite)
-
-    def _accumulated(self, gradient: tf.Tensor, state: State) -> tuple[tf.Tensor, tf.Tensor, State]:
+    def _accumulated(self, gradient: tf.Tensor, state: State) -> tuple[tf.Tensor, tf.Tensor | None, State]:
         residual, other_entries = _pop_entry(state, "residual")
         velocity, inner = _pop_entry(other_entries, "velocity")
         if self.clipnorm is not None:
             gradient = tf.clip_by_norm(gradient, self.clipnorm)
         velocity = self.momentum * velocity + gradient
-        return velocity, residual + velocity, inner
+        return residual + velocity, velocity, inner
 
-    def _kept(self, total: tf.Tensor, remainder: tf.Tensor, velocity: tf.Tensor) -> State:
+    def _kept(self, total: tf.Tensor, remainder: tf.Tensor, velocity: tf.Tensor | None) -> State:
         if isinstance(self.compressor, Dense):  # The dense warm-up uses plain momentum.
             return {"residual": remainder, "velocity": velocity}
         unsent = tf.equal(remainder, total)

@@ -129,6 +129,7 @@ class PartGathers:
             return tf.concat([_on_host(part) for part in parts], axis=0)
         dtype, longest = parts[0].dtype, max(lengths)
         padded = [tf.pad(part, [[0, longest - int(part.shape[0])]]) for part in parts]
+        # As bits: devices of several workers gather by sums with zeros, which would make 0.0 of -0.0.
         words = self._gather_once([to_words(part[tf.newaxis])[0] for part in padded])
         rows = from_words(tf.reshape(words, [len(lengths), -1]), dtype, len(lengths), longest)
         return tf.concat([rows[self._order.index(replica)][:length] for replica, length in enumerate(lengths)], axis=0)
