@@ -338,19 +338,13 @@ def default_devices() -> list[str]:
 
     Of each process these are its GPUs; without GPUs, its CPU devices.
     """
-    by_task: dict[int, list[tf.config.LogicalDevice]] = {}
-    devices = tf.config.list_logical_devices()
-    specs = {device.name: tf.DeviceSpec.from_string(device.name) for device in devices}
-    is_connected = any(spec.job == "worker" for spec in specs.values())
-    for device in devices:
-        spec = specs[device.name]
-        if device.device_type in ("CPU", "GPU") and (spec.job == "worker" or not is_connected):
-            by_task.setdefault(spec.task or 0, []).append(device)
-    device_names = []
-    for _, of_task in sorted(by_task.items()):
-        gpus = [device.name for device in of_task if device.device_type == "GPU"]
-        device_names += gpus or [device.name for device in of_task]
-    return device_names
+    devices = [(tf.DeviceSpec.from_string(device.name), device) for device in tf.config.list_logical_devices()]
+    is_connected = any(spec.job == "worker" for spec, _ in devices)
+    by_task: dict[int, dict[str, list[str]]] = {}
+    for spec, device in devices:
+        if spec.job == "worker" or not is_connected:
+            by_task.setdefault(spec.task or 0, {}).setdefault(device.device_type, []).append(device.name)
+    return [name for _, names in sorted(by_task.items()) for name in names.get("GPU") or names.get("CPU", [])]
 
 
 def _explain(strategy: Any, error: BaseException) -> None:
