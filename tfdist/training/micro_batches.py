@@ -33,7 +33,7 @@ class _SyncPoint:
     value: Any
     combine: Callable[[Any, Any], Any]
     finish: Callable[[Any], Any]
-    is_shared: bool = True  # False: the point concerns this micro-batch alone, and nothing is combined.
+    is_shared: bool = True  # False: the point concerns this micro-batch alone.
 
 
 class _Cancelled(BaseException):
@@ -58,7 +58,7 @@ class MicroBatchContext(tf.distribute.ReplicaContext):
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `merge_fn` once for the micro-batches of this index on all replicas."""
         call = functools.partial(self._replica.merge_call, merge_fn, args, kwargs)
-        return self._thread.pause(_SyncPoint("merge_call", None, sum_pairwise, lambda _: call(), is_shared=False))
+        return self._thread.pause(_SyncPoint("merge_call", None, _first, lambda _: call(), is_shared=False))
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduces over all micro-batches of all replicas. Differentiable, as in any replica context."""
@@ -250,3 +250,7 @@ def _sum(total: Any, new: Any) -> Any:
         values = tf.concat([total.values, new.values], axis=0)
         return tf.IndexedSlices(values, tf.concat([total.indices, new.indices], axis=0), total.dense_shape)
     return operator.add(tf.convert_to_tensor(total), tf.convert_to_tensor(new))
+
+
+def _first(total: Any, _: Any) -> Any:
+    return total
