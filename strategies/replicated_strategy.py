@@ -126,12 +126,12 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     @property
     def communication(self) -> CommunicationStats:
         """What this worker's first replica has passed to collectives so far."""
-        return self.gradient_reduction.communication()
+        return self.gradient_reduction.counters.count()
 
     @property
     def communication_by_method(self) -> dict[str, CommunicationStats]:
         """The gradients in `communication`, by compression method."""
-        return self.gradient_reduction.communication_by_method()
+        return self.gradient_reduction.counters.by_label()
 
     @property
     def compression_state(self) -> CompressionState:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.buckets import fill_buckets
-from tfdist.collectives.byte_counters import GRADIENTS, OTHER, ByteCounters, CommunicationStats
+from tfdist.collectives.byte_counters import GRADIENTS, OTHER, ByteCounters
 from tfdist.collectives.collective_group import CollectiveGroup
 from tfdist.collectives.compressed_all_reduce import CompressedReduction
 from tfdist.collectives.compression_state import CompressionState
@@ -96,6 +96,7 @@ class ReplicaReduction:
     Attributes:
         context: What the replica reduces at the moment.
         policy: Chooses how gradients are compressed; `None` if none are.
+        counters: Count what this replica sends, by compression method.
     """
 
     def __init__(
@@ -116,20 +117,8 @@ class ReplicaReduction:
         self._bucket_bytes = bucket_bytes
         self.policy = policy if policy is not None and policy.compresses else None
         self._state = state or CompressionState()
-        self._counters = counters or ByteCounters(hierarchy.all.host)
+        self.counters = counters or ByteCounters(hierarchy.all.host)
         self._timer: ExchangeTimer | None = None
-
-    def communication(self) -> CommunicationStats:
-        """Returns what this replica has sent so far. Call this eagerly."""
-        return self._counters.count()
-
-    def communication_by_method(self) -> dict[str, CommunicationStats]:
-        """Returns the gradients in `communication`, by compression method. Call this eagerly."""
-        return self._counters.by_label()
-
-    def values_by_method(self) -> dict[str, dict[str, int]]:
-        """Returns the number of values of each counted variable, by compression method and variable path."""
-        return self._counters.sizes()
 
     def measure_durations(self, enabled: bool) -> None:
         """Sets whether functions that are traced from now on measure durations, starting from zero."""
@@ -146,7 +135,7 @@ class ReplicaReduction:
         if context.kind != GRADIENTS and context.time_wait is not None:
             tensors, ended = context.time_wait(tensors)
         if context.kind == GRADIENTS:
-            self._counters.add_update()
+            self.counters.add_update()
         if context.kind == GRADIENTS and context.paths is not None and self.policy is not None:
             reduced = self._sum_compressed(self.policy, tensors, context.paths, options)
         else:
@@ -162,7 +151,7 @@ class ReplicaReduction:
         """Returns a reduction by `launcher`, between workers' first devices, that counts in the same counters."""
         hierarchy = ReplicaHierarchy(launcher, launcher, None, self._hierarchy.cross_rank)
         return ReplicaReduction(
-            hierarchy, ReductionContext(), self._bucket_bytes, self.policy, self._state, self._counters
+            hierarchy, ReductionContext(), self._bucket_bytes, self.policy, self._state, self.counters
         )
 
     @property
@@ -173,10 +162,6 @@ class ReplicaReduction:
     def from_first_device(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the tensors of the worker's first device; the others pass tensors of equal shapes."""
         return self._hierarchy.broadcast_locally(tensors, None)
-
-    def count_update(self) -> None:
-        """Counts an update for which nothing is reduced."""
-        self._counters.add_update()
 
     def sum_of_workers(self, tensors: Sequence[tf.Tensor], paths: Sequence[str]) -> list[tf.Tensor]:
         """Sums `tensors` of the workers' first devices, compressed by the policy; all devices of workers get the sums.
@@ -210,7 +195,7 @@ class ReplicaReduction:
         """
         group = self._group(self._hierarchy.all, GRADIENTS, None)
         if tensors:
-            self._counters.add_update()
+            self.counters.add_update()
             self._count_dense(tensors, group, self.context.paths or ())
         return group
 
@@ -220,7 +205,7 @@ class ReplicaReduction:
         Between workers with several devices whole sums are exchanged, of which parts are taken.
         """
         assert self.policy is not None
-        self._counters.add_update()
+        self.counters.add_update()
         paths, cross = self.context.paths or (), self._hierarchy.cross
         # Not `local is None`: a worker with one device has no local level, but exchanges with first devices of others.
         is_flat = cross is not None and cross.size == self._hierarchy.all.size
@@ -260,23 +245,23 @@ class ReplicaReduction:
     ) -> list[Any]:
         state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
         group = functools.partial(self._group, cross, options=options)
-        return CompressedReduction(policy, state, self._counters, self._bucket_bytes, group)(tensors, paths, parts)
+        return CompressedReduction(policy, state, self.counters, self._bucket_bytes, group)(tensors, paths, parts)
 
     def _group(self, launcher: ReplicaLauncher, label: str, options: Any) -> Group:
-        group = CollectiveGroup(launcher, self._counters, label, options)
+        group = CollectiveGroup(launcher, self.counters, label, options)
         timer = self._timer if label != OTHER and group.size > 1 else None
         return group if timer is None else TimedGroup(group, timer, label)
 
     def _count_dense(self, tensors: Sequence[Any], group: Group, paths: Sequence[str]) -> None:
         for tensor, path in zip(tensors, paths, strict=False):
-            self._counters.record_size(GRADIENTS, path, tensor.shape)
+            self.counters.record_size(GRADIENTS, path, tensor.shape)
         slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
         dense = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
         for bucket in fill_buckets(dense, self._bucket_bytes):
-            self._counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket], group)
+            self.counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket], group)
         if slices:
             parts = [part for rows in slices for part in (rows.values, rows.indices)]
-            self._counters.add_dense(GRADIENTS, parts, group.size - 1)
+            self.counters.add_dense(GRADIENTS, parts, group.size - 1)
 
 
 def sum_tensors(

@@ -98,7 +98,7 @@ class KeptGradients(RecordedReduction):
         """Returns gradients unchanged, and sums of all other `tensors`."""
         if self.context.kind != GRADIENTS:
             return super().__call__(tensors, mean=mean, options=options)
-        self._counters.add_update()
+        self.counters.add_update()
         if self.seen is not None:
             tensors = self.seen(tensors, list(self.context.paths or ()))
         return list(tensors)

@@ -145,12 +145,11 @@ def _run_micro_batches(
             yield
 
     def body(part: int) -> Any:
-        with step_after(tensors_in(parts[part])), steps[part].running():
-            own = steps[part]
-            part_data = parts[part]
-            if not is_full and own.may_lack_rows:
-                part_data = filled_if_empty(part_data, own.samples, fillers)
-            own.observe(part_data, own.number_of_samples)
+        part_step, part_data = steps[part], parts[part]
+        with step_after(tensors_in(part_data)), part_step.running():
+            if not is_full and part_step.may_lack_rows:
+                part_data = filled_if_empty(part_data, part_step.samples, fillers)
+            part_step.observe(part_data, part_step.number_of_samples)
             return step_function(part_data)
 
     logs = run_micro_batches([functools.partial(body, part) for part in range(count)], turn)
@@ -158,8 +157,8 @@ def _run_micro_batches(
     _assign(states, [_combined_state(*values) for values in zip(states, *own, strict=True)], strategy)
     positions = [next(i for i, state in enumerate(states) if state is variable) for variable in statistics]
     return [
-        PartialResult(step, part_logs, [state_values[position] for position in positions])
-        for step, part_logs, state_values in zip(steps, logs, own, strict=True)
+        PartialResult(part_step, part_logs, [state_values[position] for position in positions])
+        for part_step, part_logs, state_values in zip(steps, logs, own, strict=True)
     ]
 
 
