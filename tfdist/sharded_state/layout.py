@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.collectives.buckets import fill_buckets
+from tfdist.compression.owned_parts import Span
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,6 @@ class Unit:
     positions: tuple[int, ...]
     part_length: int
     is_divided: bool = True
-
-
-@dataclass(frozen=True)
-class Span:
-    """The values `start` to `stop`, without it, of a flattened variable."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,8 @@ class ShardedUpdate(WholeUpdate):
     def _scatter_compressed(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
         group = self._reduction.gradient_group([])
         self._exchange = PartExchange(self._layout, group, self._replicas, self._replica)
-        spans_of_group = tuple(
-            tuple((spans[replica].start, spans[replica].stop) for replica in self._replicas)
-            for spans in map(self._layout.spans, gradients)
-        )
+        spans_of_variables = map(self._layout.spans, gradients)
+        spans_of_group = tuple(tuple(spans[replica] for replica in self._replicas) for spans in spans_of_variables)
         parts = OwnedParts(spans_of_group, self._replicas.index(self._replica))
         sums = self._reduction.scatter_compressed(list(gradients.values()), parts)
         own_sums, sparse = {}, {}
