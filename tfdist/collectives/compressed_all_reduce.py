@@ -95,7 +95,10 @@ class CompressedReduction:
         group: Group,
         parts: OwnedParts | None,
     ) -> list[tf.Tensor]:
-        self._count_dense(compressor, gradients, paths, group)
+        label = method_label(compressor)
+        self._counters.add_dense_sum(label, gradients, group)
+        for gradient, path in zip(gradients, paths, strict=True):
+            self._counters.record_size(label, path, gradient.shape)
         if compressor == Dense():
             none: list[State | None] = [None] * len(gradients)
             reduced = _sums_of_parts(compressor, gradients, group, none, parts)
@@ -119,8 +122,10 @@ class CompressedReduction:
         compressor, has_state = (Dense(), False) if shape is None else self._policy.resolve(path, shape)
         if not has_state or not compressor.encodes_rows:
             compressor = Dense()
-        group, (values,) = begin_bucket(self._group(method_label(compressor)), [slices.values])
-        self._count_dense_rows(compressor, slices, path, group)
+        label = method_label(compressor)
+        group, (values,) = begin_bucket(self._group(label), [slices.values])
+        self._counters.record_size(label, path, slices.shape)
+        self._counters.add_dense(label, [slices.values, slices.indices], group.size - 1)
         if shape is None or compressor == Dense():
             summed = sum_indexed_slices(with_values(slices, values), group)
             summed = with_values(summed, *end_bucket(group, [summed.values]))
@@ -141,17 +146,6 @@ class CompressedReduction:
                 variable.assign(value)
             else:
                 variable.scatter_update(tf.IndexedSlices(value, rows))
-
-    def _count_dense(
-        self, compressor: Compressor, gradients: Sequence[tf.Tensor], paths: Sequence[str], group: Group
-    ) -> None:
-        self._counters.add_dense_sum(method_label(compressor), gradients, group)
-        for gradient, path in zip(gradients, paths, strict=True):
-            self._counters.record_size(method_label(compressor), path, gradient.shape)
-
-    def _count_dense_rows(self, compressor: Compressor, slices: tf.IndexedSlices, path: str, group: Group) -> None:
-        self._counters.record_size(method_label(compressor), path, slices.shape)
-        self._counters.add_dense(method_label(compressor), [slices.values, slices.indices], group.size - 1)
 
 
 def _sums_of_parts(
