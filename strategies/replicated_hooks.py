@@ -29,10 +29,6 @@ def keeps_order_of_rows(strategy: Any) -> bool:
     return len(set(strategy.replicas_of_workers)) > 1 or strategy.row_shares is not None
 
 
-def _sent_bytes(strategy: Any) -> int | None:
-    return strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None
-
-
 def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
     update_over_replicas(optimizer, gradients, optimizer.strategy._reduction_context)
 
@@ -133,7 +129,7 @@ HOOKS = StrategyHooks(
     on_error=_on_error,
     at_end=_at_end,
     local_values=lambda strategy: setting_attributes(strategy, _builds_locally=True),
-    sent_bytes=_sent_bytes,
+    sent_bytes=lambda strategy: strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None,
 )
 
 

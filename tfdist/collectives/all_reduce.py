@@ -16,7 +16,7 @@ from tfdist.collectives.compression_state import CompressionState
 from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, TimedGroup, begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_indexed_slices
 from tfdist.compression import Group, Policy
-from tfdist.compression.gradient_tensors import flatten, unflatten, with_values, zeros_unless
+from tfdist.compression.gradient_tensors import flatten, unflatten, values_of, with_values, zeros_unless
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 
@@ -145,7 +145,7 @@ class ReplicaReduction:
             reduced = sum_tensors(tensors, group, self._bucket_bytes, context.contributes)
         if ended is not None:
             reduced = list(ended(reduced))
-        return [_divide(tensor, everyone.size) for tensor in reduced] if mean else reduced
+        return [with_values(tensor, values_of(tensor) / everyone.size) for tensor in reduced] if mean else reduced
 
     def in_background(self, launcher: ReplicaLauncher) -> "ReplicaReduction":
         """Returns a reduction by `launcher`, between workers' first devices, that counts in the same counters."""
@@ -287,12 +287,6 @@ def sum_tensors(
             summed = sum_indexed_slices(with_values(tensor, values), timed)
             results[position] = with_values(summed, *end_bucket(timed, [summed.values]))
     return results
-
-
-def _divide(value: Any, size: int) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(value.values / size, value.indices, value.dense_shape)
-    return value / size
 
 
 def _broadcast_rows(slices: tf.IndexedSlices, group: CollectiveGroup, is_first: bool) -> tf.IndexedSlices:
