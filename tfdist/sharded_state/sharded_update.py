@@ -90,7 +90,10 @@ class ShardedUpdate(WholeUpdate):
         self._exchange = PartExchange(self._layout, group, self._replicas, self._replica)
         sparse, dense = {}, {}
         for position, gradient in gradients.items():
-            (sparse if isinstance(gradient, tf.IndexedSlices) else dense)[position] = gradient
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse[position] = gradient
+            else:
+                dense[position] = gradient
         contributes = self._context.contributes
         parts: dict[int, tf.Tensor] = {}
         for unit in self._layout.units:
