@@ -152,11 +152,11 @@ def after_step(
     """Returns the state after one more measured step.
 
     Args:
-        state: The state before, float64 of shape [STATE_ROWS, workers].
+        state: The state before.
         seconds: How long each worker computed, float64 of shape [workers]; 0 if it was not measured.
         rows: How many rows it computed on, float64 of shape [workers].
         interval: The seconds from the start of this step to that of the next one; 0 if they are unknown.
-        devices: The number of devices of each worker.
+        devices: See `plan_rows`.
         options: When and how to divide rows again; `None` if the shares are fixed.
         units: See `plan_rows`.
     """
