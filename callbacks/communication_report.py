@@ -252,7 +252,7 @@ class CommunicationReport(ExchangeTimingCallback):
         paths = set(OptimizerUpdate(self.model.optimizer, self.model.trainable_variables).paths)
         values = {
             method: [number for path, number in by_path.items() if path in paths]
-            for method, by_path in strategy.gradient_reduction.values_by_method().items()
+            for method, by_path in strategy.gradient_reduction.counters.sizes().items()
         }
         title = (
             f"Gradients sent per update by this worker's first replica ({reading.updates:,} "
@@ -284,7 +284,7 @@ class _Reading:
         reduction = training_strategy(strategy).gradient_reduction
         if reduction is None:
             return cls()
-        return cls(strategy.communication.updates, reduction.communication_by_method(), reduction.durations_by_method())
+        return cls(strategy.communication.updates, reduction.counters.by_label(), reduction.durations_by_method())
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "_Reading":

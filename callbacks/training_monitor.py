@@ -101,7 +101,7 @@ class CommunicationScalars:
         if self._reduction is None:
             return CommunicationStats(), ExchangeDurations()
         durations = sum(self._reduction.durations_by_method().values(), ExchangeDurations())
-        return self._reduction.communication(), durations
+        return self._reduction.counters.count(), durations
 
 
 class SaveStalls:

@@ -31,9 +31,7 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
     """Connects this worker with the others of its cluster, once for each process, and again after a mismatch.
 
     Workers that called different exchanges, or were late, are all still there, and meet again in new strategies.
-
-    Returns:
-        The boundary to the exchange with them; `None` without other workers.
+    Without other workers the result is `None`.
 
     Raises:
         ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.

@@ -82,12 +82,12 @@ class Reduction:
     """Counts one update of `bytes_of_update` per step."""
 
     def __init__(self):
-        self.stats = CommunicationStats()
+        self.stats, self.counters = CommunicationStats(), self
 
     def step(self, bytes_of_update):
         self.stats += CommunicationStats(wire_bytes=bytes_of_update, dense_bytes=bytes_of_update, updates=1)
 
-    def communication_by_method(self):
+    def by_label(self):
         return {"bf16": self.stats}
 
     def durations_by_method(self):

@@ -270,7 +270,7 @@ class SyncedOptimizer:
         assign(self._strategy, self.updates, number)
         assign(self._strategy, self.samples, read(self.samples) + read(self.fresh))
         assign(self._strategy, self.fresh, 0.0)
-        self._reduction().count_update()
+        self._reduction().counters.add_update()  # for which nothing is reduced
         if self.background is None:
             self._for_fragment(self._turn(number), lambda fragment: self._exchange(fragment, self._kept_share))
         else:

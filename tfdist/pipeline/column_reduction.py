@@ -128,7 +128,7 @@ class ColumnReduction:
                 exact.append(results[position][0])
         for (compressor, *_), positions in together.items():
             for bucket in fill_buckets([gradients[index].of_columns[0] for index in positions], DEFAULT_BUCKET_BYTES):
-                chosen = [positions[index] for index in bucket.positions]
+                chosen = [positions[index] for index in bucket]
                 sums, flag = self._sum_bucket([gradients[index] for index in chosen], compressor, writes, is_warm_up)
                 finite.append(flag)
                 for position, of_columns in zip(chosen, zip(*sums, strict=True), strict=True):

@@ -8,10 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import CompressionState
-from tfdist.collectives.all_reduce import ReductionContext
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.byte_counters import ByteCounters
-from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.collectives.recorded_reduction import RecordedReduction, Recorder
 from tfdist.compression import Policy
 from tfdist.planning.measurements import DENSE, Collective, ExchangeMeasurement

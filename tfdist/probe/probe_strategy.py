@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 import tfdist.strategies
+from tfdist.collectives.all_reduce import ReplicaHierarchy
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.byte_counters import ByteCounters
-from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.collectives.recorded_reduction import KeptGradients
 from tfdist.compression import Policy
 from tfdist.strategies import MultiWorkerMirroredStrategy

@@ -74,7 +74,7 @@ class SeenGradients:
         tf.cond(self._keeps, keep, lambda: None)
         dense = [position for position, tensor_parts in enumerate(parts) if len(tensor_parts) == 1]
         buckets = fill_buckets([parts[position][0] for position in dense], DEFAULT_BUCKET_BYTES)
-        groups = [[parts[dense[position]][0] for position in bucket.positions] for bucket in buckets]
+        groups = [[parts[dense[position]][0] for position in bucket] for bucket in buckets]
         groups += [tensor_parts for tensor_parts in parts if len(tensor_parts) > 1]
         with tf.init_scope():
             self._times[key] = [ResourceVariable(0.0, dtype=tf.float64, trainable=False) for _ in groups]

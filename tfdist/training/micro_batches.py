@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import added, divided
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.training.sample_shares import tensors_in
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -110,9 +111,8 @@ def run_micro_batches(bodies: Sequence[Callable[[], Any]], turn: Turn) -> list[A
     In a graph, a body begins when the previous body has computed the values for its first synchronization. If that is
     the update, the activations of one micro-batch are freed before those of the next are computed.
 
-    Args:
-        bodies: Functions without arguments that make the same reductions and updates in the same order.
-        turn: Takes the number of a body, returns a context in which it runs until its next synchronization.
+    The functions make the same reductions and updates in the same order. `turn` takes the number of one, and returns a
+    context in which it runs until its next synchronization.
 
     Raises:
         RuntimeError: The bodies synchronize in different orders, or inside a condition, a loop or a nested function.
@@ -169,7 +169,7 @@ class _Thread:
     def start_after(self, value: Any) -> None:
         """Delays the operations of a body that has not begun until the tensors in `value` are computed."""
         if self._graph is not None:
-            self._after = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
+            self._after = tensors_in(value)
 
     def resume(self, answer: Any) -> _SyncPoint | None:
         """Lets the body run with the `answer` to its last point, and returns its next point, or None at its end."""
