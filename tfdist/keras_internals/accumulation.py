@@ -5,9 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.model_state import components
-from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
 from tfdist.keras_internals.placed_variables import optimizers_of
 
 

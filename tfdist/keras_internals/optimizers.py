@@ -1,16 +1,17 @@
-"""The parts of a Keras optimizer's update, and the patch that lets tfdist order them."""
+"""The parts of a Keras optimizer's update with its loss scale, and the patch that lets tfdist order them."""
 
 import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import (
     is_equal_on_replicas,
@@ -20,7 +21,6 @@ from tfdist.keras_internals.keras_updates import (
     settings,
 )
 from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
-from tfdist.keras_internals.variable_paths import unique_path
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import UpdateHooks, has_hooks, hooks_of
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
@@ -30,6 +30,76 @@ from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 from tfdist.utils.temporary_values import setting
 from tfdist.utils.weak_identity_map import WeakIdentityMap
+
+_paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+
+
+def unique_path(strategy: Any, variable: Any) -> str:
+    """Returns the variable's path, with a number if another variable of the strategy has or had the same path."""
+    paths = _paths.setdefault(strategy, {})
+    base_path = str(getattr(variable, "path", None) or variable.name.partition(":")[0])  # a tf.Variable has a name only
+    for number in itertools.count():
+        path = f"{base_path}_{number}" if number else base_path
+        if path not in paths:
+            paths[path] = weakref.ref(variable)
+        # The path of a deleted variable is not used again, as compressors may hold state under it.
+        if paths[path]() is variable:
+            return path
+    raise AssertionError("unreachable")
+
+
+def trained_variables(strategy: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns the variables that an optimizer updates, by `unique_path`; an empty dict if it is not built."""
+    return {unique_path(strategy, variable): variable for variable in getattr(optimizer, "_trainable_variables", ())}
+
+
+_loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
+
+
+def current_loss_scale() -> "LossScale | None":
+    """Returns the loss scale of the update that is running, if its optimizer has one."""
+    return _loss_scale.get()
+
+
+class LossScale:
+    """The dynamic loss scale of a `keras.optimizers.LossScaleOptimizer`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The scale, a float32 scalar."""
+        return tf.convert_to_tensor(self._optimizer.dynamic_scale)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The scale, and the number of finite updates in a row."""
+        return [self._optimizer.dynamic_scale, self._optimizer.step_counter]
+
+    def update(self, finite: tf.Tensor) -> None:
+        """Doubles the scale after `dynamic_growth_steps` finite updates in a row and halves it after another."""
+        optimizer = self._optimizer
+        counter = tf.convert_to_tensor(optimizer.step_counter)
+        grown = tf.equal(counter, optimizer.dynamic_growth_steps - 1)
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        restarts = tf.logical_or(grown, tf.logical_not(finite))
+        optimizer.dynamic_scale.assign(self.value * factor)
+        optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
+
+
+def apply_scaled(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    """Is `LossScaleOptimizer.apply` where tfdist updates the variables.
+
+    The inner optimizer updates with `current_loss_scale()`, because an overflow on one replica is an overflow on all.
+    """
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(trainable_variables)
+        optimizer.built = True
+    with setting(_loss_scale, LossScale(optimizer)):
+        optimizer.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
+
 
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
 LARGE_UPDATE = 200_000

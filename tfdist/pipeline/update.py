@@ -10,9 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import divided, values_of
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.keras_updates import averaged_variables, count_micro_step, positions_of_gradients
-from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.device_updates import apply_by_device, average_by_device

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives.recorded_reduction import KeptGradients, Recorder
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.keras_internals.variable_paths import trained_variables
+from tfdist.keras_internals.optimizers import trained_variables
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
