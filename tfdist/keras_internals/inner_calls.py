@@ -9,8 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.layer_attributes import layers_inside
-from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
+from tfdist.keras_internals.layer_calls import LayerCall, initial_scope, replaced_calls
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""LayerCall: one call of a layer or operation in the graph of a model."""
+"""One call of a layer in the graph of a model, and calls that are replaced while a function is traced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +93,34 @@ def _constants(operation: Any) -> str:
 
 def _shown(leaf: Any) -> Any:
     return id(leaf) if isinstance(leaf, keras.Variable) else repr(leaf)
+
+
+@contextmanager
+def replaced_calls(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """In the body, each layer of `calls` computes by the given function, not its `call`, for inputs of any shape."""
+    specs = {layer: layer.input_spec for layer in calls}
+    try:
+        for layer, call in calls.items():
+            # Keras forbids `setattr` for built layers.
+            vars(layer).update(call=call, _input_spec=None)
+        yield
+    finally:
+        for layer, spec in specs.items():
+            vars(layer).pop("call", None)
+            vars(layer)["_input_spec"] = spec
+
+
+def initial_scope(variables: Any, values: Any) -> Any:
+    """Returns a `keras.StatelessScope` in which variables have values, also of other shapes, such as parts of them.
+
+    It collects losses.
+    """
+    pairs = list(zip(variables, values, strict=True))
+    equal = [
+        (keras_variable, value) for keras_variable, value in pairs if tuple(keras_variable.shape) == tuple(value.shape)
+    ]
+    scope = keras.StatelessScope(equal, collect_losses=True)
+    for variable, value in pairs:
+        if tuple(variable.shape) != tuple(value.shape):
+            scope.add_update((variable, value))
+    return scope
