@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_outputs import logits_behind, replaced_losses
+from tfdist.keras_internals.compiled_loss import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
 from tfdist.keras_internals.layer_attributes import kernel_of
 from tfdist.keras_internals.layer_calls import LayerCall, replaced_calls
