@@ -9,8 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.created_parts import NewValue
-from tfdist.keras_internals.placed_variables import identity_of
+from tfdist.keras_internals.placed_variables import NewValue, identity_of
 from tfdist.tensor_parallel.split_variable import SplitVariable, part_shape
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 
