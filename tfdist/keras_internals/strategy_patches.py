@@ -2,7 +2,6 @@
 
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
-from tfdist.keras_internals.embeddings import patch_embedding_layers
 from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
 from tfdist.keras_internals.keras_callbacks import patch_ends_of_loops
 from tfdist.keras_internals.losses import patch_losses
@@ -12,7 +11,7 @@ from tfdist.keras_internals.placed_variables import patch_variable_creation
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.saved_files import patch_saving
-from tfdist.keras_internals.scheduled_training import patch_optimizer_update_step, patch_trainer
+from tfdist.keras_internals.scheduled_training import patch_embedding_layers, patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
