@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 from replaced_paths import recording_patch
 
+from tfdist.keras_internals.saved_files import patch_checkpoint_files
 from tfdist.tensorflow_internals import checkpoint_files
-from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
