@@ -1,7 +1,6 @@
 """The patches that tfdist's strategies need, in one order; each asks for the hooks of the strategy."""
 
-from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
-from tfdist.keras_internals.compiled_calls import patch_compiled_calls
+from tfdist.keras_internals.compiled_calls import patch_auto_jit_compile, patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
 from tfdist.keras_internals.keras_callbacks import patch_ends_of_loops, patch_progress_bar
 from tfdist.keras_internals.losses import patch_losses

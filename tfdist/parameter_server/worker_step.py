@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import values_of
-from tfdist.keras_internals.auto_jit_compile import jit_compiles_on_workers
+from tfdist.keras_internals.compiled_calls import jit_compiles_on_workers
 from tfdist.keras_internals.losses import means_of_outputs
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.scheduled_training import update_counter

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import rejects_xla
+from tfdist.keras_internals.compiled_calls import rejects_xla
 from tfdist.keras_internals.compiled_loss import accuracies_of_choices, overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import jit_compiles
+from tfdist.keras_internals.compiled_calls import jit_compiles
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import rejects_xla
+from tfdist.keras_internals.compiled_calls import rejects_xla
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
 from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.losses.loss_scaling import LossStep
