@@ -10,8 +10,7 @@ from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import all_finite
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.owned_updates import OwnedUpdate
-from tfdist.keras_internals.part_updates import PartUpdate
+from tfdist.keras_internals.part_updates import OwnedUpdate, PartUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots_of
 from tfdist.sharded_state.exchange import all_gather, own_part, reduce_scatter
 from tfdist.sharded_state.layout import Unit
