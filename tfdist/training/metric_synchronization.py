@@ -9,8 +9,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import flatten, unflatten
-from tfdist.keras_internals.model_introspection import batch_statistics, metric_variables
-from tfdist.keras_internals.step_logs import can_be_averaged, differs, metric_results, possible_results
+from tfdist.keras_internals.model_introspection import (
+    batch_statistics,
+    can_be_averaged,
+    differs,
+    metric_results,
+    metric_variables,
+    possible_results,
+)
 from tfdist.tensorflow_internals.collective_launcher import with_fixed_shapes
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.training.sample_shares import ReplicaStep
