@@ -33,7 +33,7 @@ from tfdist.pipeline.transfers import (
     record_transfer,
 )
 from tfdist.pipeline.update import loss_scale_of, unscaling_of, update_columns, updates_weights
-from tfdist.tensorflow_internals.independent_operations import independent_calls
+from tfdist.tensorflow_internals.operation_order import independent_calls
 
 
 class PipelineStep:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES, fill_buckets
-from tfdist.tensorflow_internals.graph_clock import after_clocks
+from tfdist.tensorflow_internals.operation_order import after_clocks
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 

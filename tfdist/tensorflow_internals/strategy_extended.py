@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
 from tfdist.tensorflow_internals.distributed_datasets import distribute_shown_batches, distribute_worker_batches
-from tfdist.tensorflow_internals.replica_order import OrdersReplicas
+from tfdist.tensorflow_internals.operation_order import OrdersReplicas
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,

@@ -1,14 +1,70 @@
-"""The order in which a `tf.function` runs the assertions, prints and Python functions of several replicas."""
+"""The order in which a `tf.function` runs operations: of several replicas, of independent calls, and of the clock."""
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.independent_operations import is_in_common_order, leave_unordered
+
+private(
+    "tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies.run_independently",
+    "a function orders all its stateful operations one after another, also those of different stages and replicas",
+)
+_is_ordered = private(
+    "tensorflow.python.framework.auto_control_deps:op_is_stateful", "tells which operations a function orders"
+)
+_resources_of = private(
+    "tensorflow.python.framework.auto_control_deps:_get_resource_inputs", "tells which operations use a resource"
+)
+
+_LEFT_UNORDERED = "_independent_side_effects"
+
+
+def leave_unordered(operation: Any) -> None:
+    """Lets an operation, or that of a tensor, wait only for its inputs and control dependencies.
+
+    An assertion on what other replicas have sent would otherwise hold up all that a function does afterwards. Eagerly,
+    where an assertion returns `None`, nothing happens.
+    """
+    if tf.executing_eagerly() or operation is None:
+        return
+    manager = getattr(operation.graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(getattr(operation, "op", operation))
+
+
+def is_in_common_order(operation: Any) -> bool:
+    """Whether a function runs it after all other such operations: not those that use a resource, which have its order.
+
+    A dataset that is reduced uses the variables of the functions that it maps, though no input is a resource.
+    """
+    if not _is_ordered(operation) or any(True for _ in _resources_of(operation)):
+        return False
+    return _LEFT_UNORDERED not in operation.node_def.attr
+
+
+@contextmanager
+def independent_calls() -> Iterator[None]:
+    """Leaves function calls that the body adds to the graph unordered, unless their inputs contain a resource.
+
+    A `tf.function` runs stateful operations in the order in which they were added. The call of a function with random
+    numbers, an assertion or a loop counts as stateful, so stages that compute different micro-batches would wait for
+    each other. The body orders its calls by explicit control dependencies.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    manager = getattr(graph, "experimental_acd_manager", None)
+    if manager is None:
+        return
+    for operation in graph.get_operations()[before:]:
+        if operation.type == "StatefulPartitionedCall" and is_in_common_order(operation):
+            manager.run_independently(operation)
+
 
 private(
     "tensorflow.python.framework.ops:Operation._add_control_inputs",
@@ -167,3 +223,34 @@ def _run_after(operation: Any, earlier: Any) -> None:
     operation._add_control_inputs(
         [earlier_operation for earlier_operation in dict.fromkeys(earlier) if earlier_operation is not None]
     )
+
+
+def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
+    """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar on `host`.
+
+    `ready` are tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
+    """
+    with tf.control_dependencies(_values(ready)), tf.device(host):
+        seconds = _seconds()
+        # Later operations, including other replicas' collectives, would wait for it.
+        leave_unordered(seconds)
+        return tf.cast(seconds * 1e9, tf.int64)  # to 256 ns
+
+
+def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[Any]:
+    """Returns `tensors`, dense or `tf.IndexedSlices`, such that what uses them waits for all `readings`."""
+    with tf.control_dependencies(readings):
+        return [
+            tf.IndexedSlices(tf.identity(tensor.values), tensor.indices, tensor.dense_shape)
+            if isinstance(tensor, tf.IndexedSlices)
+            else tf.identity(tensor)
+            for tensor in tensors
+        ]
+
+
+def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
+    return [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
+
+
+def _seconds() -> tf.Tensor:
+    return tf.timestamp()
