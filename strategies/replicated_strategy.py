@@ -29,7 +29,7 @@ from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.tensorflow_internals.finished_graphs import release_with
+from tfdist.tensorflow_internals.function_graphs import release_with
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.rows_per_replica import filled_samples, is_complete, without_filled_rows

@@ -20,7 +20,7 @@ from tfdist.keras_internals.keras_symbols import (
 from tfdist.keras_internals.model_introspection import bound_to
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import StrategyHooks, has_hooks, hooks_of, of_running_step
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.xla_functions import (
     CannotCompileError,
     call_compiled,

@@ -13,7 +13,7 @@ from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_util
 from tfdist.keras_internals.model_introspection import added_losses
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import of_running_step
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 
 
 def is_scalar(value: Any) -> bool:

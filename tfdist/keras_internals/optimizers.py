@@ -23,8 +23,8 @@ from tfdist.keras_internals.keras_updates import (
 from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import UpdateHooks, has_hooks, hooks_of
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_functions import call_shared
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus

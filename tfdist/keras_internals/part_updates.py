@@ -13,7 +13,7 @@ from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate, red
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
 from tfdist.keras_internals.split_slot import SplitSlot, parts_of_replica
 from tfdist.keras_internals.updated_values import UpdatedValue
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.strategy_extended import without_merge_calls
 from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph

@@ -16,7 +16,7 @@ from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.synced_optimizer import SyncedOptimizer
-from tfdist.tensorflow_internals.finished_graphs import release_with
+from tfdist.tensorflow_internals.function_graphs import release_with
 from tfdist.tensorflow_internals.key_values import key_values
 
 _KEPT_FUNCTIONS = 4

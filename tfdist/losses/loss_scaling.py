@@ -11,7 +11,7 @@ from tfdist.keras_internals.losses import divided, is_one, is_scalar, times
 from tfdist.losses.loss_terms import Term, divides_by, loss_terms
 from tfdist.losses.sample_degrees import SampleDegrees
 from tfdist.losses.sample_kinds import ZERO
-from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras, is_symbolic
+from tfdist.tensorflow_internals.function_graphs import describe, is_of_keras, is_symbolic
 
 _warned: set[str] = set()
 

@@ -21,7 +21,7 @@ from tfdist.losses import (
 )
 from tfdist.losses.sample_axes import is_whole
 from tfdist.losses.sample_kinds import ZERO, Kind, function_of, product_of, unknown
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.replica_count import power_of_count
 
 # Operations that compute values of one sample from others, if the samples lie along their first axis.
