@@ -25,8 +25,7 @@ from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import UpdateHooks, has_hooks, hooks_of
 from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
-from tfdist.tensorflow_internals.shared_functions import call_shared
-from tfdist.tensorflow_internals.shared_operations import shared_operations
+from tfdist.tensorflow_internals.shared_operations import call_shared, shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 from tfdist.utils.temporary_values import setting
 from tfdist.utils.weak_identity_map import WeakIdentityMap
