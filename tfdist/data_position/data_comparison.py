@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.data_position.position import Position
-from tfdist.tensorflow_internals.distributed_datasets import type_of_first_part
+from tfdist.tensorflow_internals.input_pipeline import type_of_first_part
 
 # The path, the dtype and the dimensions except the batch dimension (`None` if unknown) of each part of a batch.
 ElementDescriptions = list[list[Any]]

@@ -15,11 +15,11 @@ from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import PythonRandomness
 from tfdist.keras_internals.epoch_iterator import ARRAYS, DATASET, shuffle_argument
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.distributed_datasets import distributed_alike, skip_steps
 from tfdist.tensorflow_internals.input_pipeline import (
     batch_size,
     batches_to_replay,
     create_unused_iterator,
+    distributed_alike,
     has_unseeded,
     is_per_worker,
     is_unordered,
@@ -27,6 +27,7 @@ from tfdist.tensorflow_internals.input_pipeline import (
     random_seeds,
     runs_python,
     share_a_shuffle,
+    skip_steps,
 )
 from tfdist.tensorflow_internals.runtime import global_seed, global_seed_for_functions
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
-from tfdist.tensorflow_internals.distributed_datasets import distribute_shown_batches, distribute_worker_batches
+from tfdist.tensorflow_internals.input_pipeline import distribute_shown_batches, distribute_worker_batches
 from tfdist.tensorflow_internals.operation_order import OrdersReplicas
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,

@@ -8,8 +8,15 @@ import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import accepts_zeros, first_input
 from tfdist.tensorflow_internals.batch_selection import rows_of_worker
-from tfdist.tensorflow_internals.distributed_datasets import asks_for_the_end, batch_types, num_own_replicas
-from tfdist.tensorflow_internals.input_pipeline import constant_batch_size, is_per_worker, parts_of_dataset, reads_files
+from tfdist.tensorflow_internals.input_pipeline import (
+    asks_for_the_end,
+    batch_types,
+    constant_batch_size,
+    is_per_worker,
+    num_own_replicas,
+    parts_of_dataset,
+    reads_files,
+)
 from tfdist.tensorflow_internals.rows_per_replica import (
     can_count,
     carry_counts,
