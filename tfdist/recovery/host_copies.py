@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.split_value import SplitValue
+from tfdist.tensorflow_internals.placed_strategy import SplitValue
 
 
 class HostCopies:

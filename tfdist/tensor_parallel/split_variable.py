@@ -6,8 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.placed_variables import NewValue
-from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
-from tfdist.tensorflow_internals.split_value import SplitValue
+from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, SplitValue, variable_like
 
 
 def part_size(size: int, ways: int) -> int:
