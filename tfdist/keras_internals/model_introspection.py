@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
-from tfdist.tensorflow_internals.function_methods import inlined, python_function_of
+from tfdist.tensorflow_internals.xla_functions import inlined, python_function_of
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:

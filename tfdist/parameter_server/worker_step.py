@@ -17,7 +17,7 @@ from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.loss_normalizers import MicroStep
 from tfdist.parameter_server.step_results import LogPart, combined, log_part
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates, WorkerScope
-from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
+from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.aborted_collectives import sum_of_group
-from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
 from tfdist.tensorflow_internals.operation_order import reject_loop_in_replica
 from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words, to_words
 from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveAllReduce, Mirrored, ResourceVariable, regroup
 from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, GroupLauncher, WorkersLauncher
-from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.tensorflow_internals.xla_functions import (
+    CannotCompileError,
+    is_compiling,
+    reject_exchange_in_compiled_function,
+)
 from tfdist.utils.temporary_values import setting, setting_attributes
 
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward

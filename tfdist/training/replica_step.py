@@ -18,10 +18,10 @@ from tfdist.keras_internals.model_introspection import (
     step_states,
 )
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica
 from tfdist.tensorflow_internals.shared_operations import step_after
+from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled
 from tfdist.training.balanced_batches import rows_of_shares
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
