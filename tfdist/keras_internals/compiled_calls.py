@@ -1,4 +1,4 @@
-"""`jit_compile` under a strategy: which models XLA compiles, and the calls of layers and losses that it compiles in a step."""
+"""`jit_compile` under a strategy: which models XLA compiles, and which calls of layers and losses in a step."""
 
 import contextlib
 import functools

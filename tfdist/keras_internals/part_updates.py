@@ -1,4 +1,4 @@
-"""The update of what a replica owns by a Keras optimizer: parts of variables, or whole ones for optimizers that need these."""
+"""The update of what a replica owns by a Keras optimizer: parts of variables, or whole variables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

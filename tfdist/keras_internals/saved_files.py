@@ -1,4 +1,4 @@
-"""How models, checkpoints, logs and backups are written where several workers have one path: readers see complete files."""
+"""Models, checkpoints, logs and backups that several workers write to one path: readers see complete files."""
 
 import inspect
 import os
@@ -203,15 +203,15 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
             paths = {
                 id(listed_callback): path
                 for listed_callback in listed
-                if (path := _path(listed_callback, _PATHS | _BACKUPS)) is not None
+                if (path := _path_of(listed_callback, _PATHS | _BACKUPS)) is not None
             }
-            has_backups = any(_path(listed_callback, _BACKUPS) is not None for listed_callback in listed)
+            has_backups = any(_path_of(listed_callback, _BACKUPS) is not None for listed_callback in listed)
             shared = share(strategy, list(paths.values()), has_backups)
             muted = [
                 listed_callback for listed_callback in listed if paths.get(id(listed_callback)) in shared.elsewhere
             ]
             for callback in muted:
-                if _path(callback, _PATHS) is not None:
+                if _path_of(callback, _PATHS) is not None:
                     _redirect(callback, paths[id(callback)])
             vars(callback_list)[_REDIRECTED] = shared, muted
         call(callbacks, add_history, add_progbar, model, **params)
@@ -226,7 +226,7 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
             updates = 0 if model.optimizer is None else int(model.optimizer.iterations.numpy())
             compare(model.distribute_strategy, int(model._initial_epoch or 0), updates)
         for callback in muted:
-            if (path := _path(callback, _BACKUPS)) is not None:
+            if (path := _path_of(callback, _BACKUPS)) is not None:
                 _redirect(callback, path)
 
     def end(call: Callable[..., None], callback_list: Any, logs: Any = None) -> None:
@@ -245,7 +245,7 @@ def _is_created_by_fit(model: Any) -> bool:
     return any(is_call(frame, _FIT, model) for frame in islice(callers(sys._getframe(1)), _WRAPPERS))
 
 
-def _path(callback: Any, attributes: dict[type, str]) -> str | None:
+def _path_of(callback: Any, attributes: dict[type, str]) -> str | None:
     names = [name for known, name in attributes.items() if isinstance(callback, known)]
     return os.fspath(getattr(callback, names[0])).rstrip("/") if names else None
 

@@ -93,20 +93,6 @@ def random(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 
 RANDOM = frozenset(_RANDOM)
-RULES: dict[str, Rule] = {
-    **dict.fromkeys("Sum Mean Max Min Prod All Any EuclideanNorm".split(), _reduction),
-    "Shape": _shape,
-    "ShapeN": _shape,
-    "Size": _size,
-    "Rank": lambda tensor, kinds: Kind(),
-    "BroadcastGradientArgs": lambda tensor, kinds: Kind(),
-    "Fill": _fill,
-    "ZerosLike": lambda tensor, kinds: Kind(kinds[0].axes, ZERO, blocks=kinds[0].blocks),
-    "OnesLike": lambda tensor, kinds: Kind(kinds[0].axes, blocks=kinds[0].blocks),
-    "Range": _range,
-    "OneHot": _one_hot,
-}
-
 
 _KERNEL_GRADIENTS = (
     "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Conv2DBackpropFilterV2".split()
@@ -218,6 +204,17 @@ def _batch_normalization(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 
 RULES: dict[str, Rule] = {
+    **dict.fromkeys("Sum Mean Max Min Prod All Any EuclideanNorm".split(), _reduction),
+    "Shape": _shape,
+    "ShapeN": _shape,
+    "Size": _size,
+    "Rank": lambda tensor, kinds: Kind(),
+    "BroadcastGradientArgs": lambda tensor, kinds: Kind(),
+    "Fill": _fill,
+    "ZerosLike": lambda tensor, kinds: Kind(kinds[0].axes, ZERO, blocks=kinds[0].blocks),
+    "OnesLike": lambda tensor, kinds: Kind(kinds[0].axes, blocks=kinds[0].blocks),
+    "Range": _range,
+    "OneHot": _one_hot,
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matrices),
     "Einsum": _einsum,
     **dict.fromkeys(_CONVOLUTIONS, _convolution),

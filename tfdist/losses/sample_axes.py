@@ -216,26 +216,6 @@ def vector(sizes: Sequence[float | None]) -> Kind:
     return Kind(degree=distinct.pop() if len(distinct) == 1 else None if distinct else 0, sizes=tuple(sizes))
 
 
-RULES: dict[str, Rule] = {
-    "Transpose": _transpose,
-    "ExpandDims": _expand,
-    "Squeeze": _squeeze,
-    "Pack": _pack,
-    "Unpack": _unpack,
-    "ConcatV2": _concat,
-    "Split": _split,
-    "SplitV": _split,
-    "Pad": _pad,
-    "PadV2": _pad,
-    "MirrorPad": _pad,
-    "Tile": _tile,
-    "BroadcastTo": _broadcast,
-    "ReverseV2": _reverse,
-    "Roll": _reverse,
-    "Cumsum": _reverse,
-}
-
-
 def _gather(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     """Rows of a table by the samples' numbers are values of the samples; samples by their numbers are not."""
     operation = tensor.op
@@ -342,4 +322,24 @@ def _slice_of_vector(kind: Kind, begin: Any, end: Any, strides: Any, mask: dict[
     return vector(sizes[slice(first, last, strides[0])])
 
 
-RULES: dict[str, Rule] = {"GatherV2": _gather, "ResourceGather": _gather, "StridedSlice": _strided_slice}
+RULES: dict[str, Rule] = {
+    "Transpose": _transpose,
+    "ExpandDims": _expand,
+    "Squeeze": _squeeze,
+    "Pack": _pack,
+    "Unpack": _unpack,
+    "ConcatV2": _concat,
+    "Split": _split,
+    "SplitV": _split,
+    "Pad": _pad,
+    "PadV2": _pad,
+    "MirrorPad": _pad,
+    "Tile": _tile,
+    "BroadcastTo": _broadcast,
+    "ReverseV2": _reverse,
+    "Roll": _reverse,
+    "Cumsum": _reverse,
+    "GatherV2": _gather,
+    "ResourceGather": _gather,
+    "StridedSlice": _strided_slice,
+}

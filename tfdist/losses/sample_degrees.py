@@ -13,11 +13,9 @@ import tensorflow as tf
 
 from tfdist.losses import (
     call_degrees,
-    contraction_degrees,
     elementwise_degrees,
     reduction_degrees,
     sample_axes,
-    selection_degrees,
 )
 from tfdist.losses.sample_axes import is_whole
 from tfdist.losses.sample_kinds import ZERO, Kind, function_of, product_of, unknown
@@ -254,9 +252,7 @@ def degree_of_sum(kind: Kind) -> float | None:
 
 _RULES: dict[str, Callable[[tf.Tensor, Sequence[Kind]], Kind]] = {
     **sample_axes.RULES,
-    **selection_degrees.RULES,
     **elementwise_degrees.RULES,
     **reduction_degrees.RULES,
-    **contraction_degrees.RULES,
     **call_degrees.RULES,
 }

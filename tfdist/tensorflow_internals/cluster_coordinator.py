@@ -1,4 +1,4 @@
-"""TensorFlow's cluster coordinator: chief exit and reconnection while a worker is lost, scheduled and pinned functions."""
+"""TensorFlow's cluster coordinator: chief exit and reconnection while a worker is lost, scheduled functions."""
 
 import contextlib
 import sys
@@ -11,6 +11,25 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.tensorflow_symbols import dispatch_context
+
+_COORDINATOR = "tensorflow.python.distribute.coordinator"
+
+_Queue = private(
+    f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
+    "gives scheduled functions to the threads of workers",
+)
+_ResourceClosure = private(
+    f"{_COORDINATOR}.cluster_coordinator:ResourceClosure",
+    "a function that is run on one worker, and again after a loss",
+)
+_PerWorkerIterator = private(f"{_COORDINATOR}.values:PerWorkerDistributedIterator", "an iterator on each worker")
+_Status = private(f"{_COORDINATOR}.remote_value:RemoteValueStatus", "whether the worker of a function is lost")
+_iterator_spec = private(
+    "tensorflow.python.distribute.input_lib:get_iterator_spec_from_dataset", "with what iterator a function is traced"
+)
+
+# After this time another worker takes the function: the preferred one is lost, or still busy.
+_SECONDS_FOR_PREFERRED = 0.05
 
 _coordinators: "weakref.WeakSet[Coordinator]" = weakref.WeakSet()
 
@@ -86,16 +105,6 @@ def is_done(remote_value: Any) -> bool:
     return remote_value._has_fetched_to_local or remote_value._error is not None
 
 
-_COORDINATOR = "tensorflow.python.distribute.coordinator.cluster_coordinator"
-_Queue = private(f"{_COORDINATOR}:_CoordinatedClosureQueue", "gives scheduled functions to the threads of workers")
-private(f"{_COORDINATOR}:_CoordinatedClosureQueue.get", "returns the next function of a worker")
-private(f"{_COORDINATOR}:_CoordinatedClosureQueue.put", "adds a function")
-private(f"{_COORDINATOR}:_CoordinatedClosureQueue.put_back", "adds a function again whose worker was lost")
-
-# After this time another worker takes the function: the preferred one is lost, or still busy.
-_SECONDS_FOR_PREFERRED = 0.05
-
-
 class _PreferringQueue(_Queue):  # type: ignore[misc, valid-type]
     """TensorFlow's queue, in which functions may have a preferred worker."""
 
@@ -156,23 +165,6 @@ def preferring(coordinator: Any, worker: int | None) -> Iterator[None]:
         yield
     finally:
         queue.preferred = None
-
-
-_COORDINATOR = "tensorflow.python.distribute.coordinator"
-
-_ResourceClosure = private(
-    f"{_COORDINATOR}.cluster_coordinator:ResourceClosure",
-    "a function that is run on one worker, and again after a loss",
-)
-_PerWorkerIterator = private(f"{_COORDINATOR}.values:PerWorkerDistributedIterator", "an iterator on each worker")
-_Status = private(f"{_COORDINATOR}.remote_value:RemoteValueStatus", "whether the worker of a function is lost")
-_iterator_spec = private(
-    "tensorflow.python.distribute.input_lib:get_iterator_spec_from_dataset", "with what iterator a function is traced"
-)
-private(
-    f"{_COORDINATOR}.cluster_coordinator:Worker._register_and_schedule_resource_closure",
-    "schedules a function on one worker",
-)
 
 
 class _PinnedClosure(_ResourceClosure):  # type: ignore[misc, valid-type]

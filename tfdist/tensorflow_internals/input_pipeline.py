@@ -347,16 +347,6 @@ def _depends_on(operation: Any, sources: set[int]) -> bool:
     return False
 
 
-_INPUT = "tensorflow.python.distribute.input_lib"
-
-_Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
-_FromFunction = private(f"{_INPUT}:DistributedDatasetsFromFunction", "is rebuilt in the same way")
-private(
-    f"{_INPUT}:DistributedDataset._make_rebatch_fn",
-    "sees the batch size of a dataset, but not beyond a function that is mapped",
-)
-
-
 def skip_steps(dataset: Any, steps: int) -> Any | None:
     """Returns a dataset without the batches of the first `steps` steps, which are read but not moved to the devices.
 

@@ -1,4 +1,4 @@
-"""Creates equal operations of a graph once, and calls a function traced for one replica of a process from the others."""
+"""Creates equal operations of a graph once, and calls a function traced for one replica from the others."""
 
 import contextvars
 import functools

@@ -1,4 +1,4 @@
-"""Compiles parts of a replica's step by XLA, which cannot compile collectives, and inlines the `tf.function`s in a step."""
+"""Compiles parts of a replica's step by XLA, which cannot compile collectives; inlines the `tf.function`s in it."""
 
 import contextvars
 import functools
