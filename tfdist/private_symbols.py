@@ -112,6 +112,17 @@ def private(path: str, why: str, *, since: str | None = None, before: Any = None
     return target
 
 
+def private_members(reasons: Mapping[str, Mapping[str, str]]) -> None:
+    """Looks up and records what is replaced, overridden or called by name: if renamed, it would have no effect.
+
+    Args:
+        reasons: What each is needed for, by its name, by the path of its module or class (`module:Class`).
+    """
+    for owner, whys in reasons.items():
+        for name, why in whys.items():
+            private(f"{owner}{'.' if ':' in owner else ':'}{name}", why)
+
+
 def _missing(symbol: PrivateSymbol, received: str) -> MissingPrivateSymbolError:
     library = symbol.path.partition(":")[0].partition(".")[0]
     version = getattr(sys.modules.get(library), "__version__", "")

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper
-from tfdist.private_symbols import private
 from tfdist.utils.temporary_values import setting_attributes
 
 
@@ -100,9 +99,6 @@ def update_loss_metrics(model: Any, loss: tf.Tensor, of_outputs: list[tf.Tensor]
     for metric, value in zip(metrics, of_outputs, strict=bool(of_outputs)):
         metric.update_state(value, sample_weight=tf.nest.flatten(y_pred)[0].shape[0])
 
-
-private("keras.src.trainers.compile_utils:CompileLoss.Loss", "the loss of an output, with its place in the outputs")
-private("keras.src.trainers.compile_utils:CompileMetrics._flatten_y", "orders outputs as their metrics")
 
 _ACCURACIES = (keras.metrics.SparseCategoricalAccuracy, keras.metrics.CategoricalAccuracy)
 _CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)

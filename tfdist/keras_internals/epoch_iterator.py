@@ -4,21 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, trainer
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
-
-_EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
-for _method, _why in {
-    "_enumerate_iterator": "numbers the steps of an epoch from 0",
-    "_get_iterator": "creates the iterators",
-    "catch_stop_iteration": "surrounds the loop over an epoch",
-    "reset": "discards the iterator with which the model was built",
-}.items():
-    private(f"{_EPOCH_ITERATOR}.{_method}", _why)
-private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "chooses the logs of an epoch that callbacks get")
 
 # Keras 3.10 numbers an execution of several steps by its first step only, also for `on_train_batch_end`.
 _has_last_step = has_reached("keras", "3.11")

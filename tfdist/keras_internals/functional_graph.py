@@ -13,7 +13,6 @@ from tfdist.keras_internals.layer_calls import LayerCall, signature_of, with_ten
 from tfdist.private_symbols import private
 
 Functional = private("keras.src.models.functional:Functional", "its graph of layers is cut into stages")
-private("keras.src.ops.function:Function._run_through_graph", "the order of the calls, which is repeated here")
 
 
 class DifferentInTraining(ValueError):
@@ -258,7 +257,6 @@ def _called(operation: Any, args: tuple[Any, ...], path: str, calls: list[LayerC
 
 
 _unpack_singleton = private("keras.src.models.functional:unpack_singleton", "the result of a model with one output")
-private("keras.src.models.functional:Functional._standardize_inputs", "matches the data with the inputs of the graph")
 
 
 class FunctionalGraph:

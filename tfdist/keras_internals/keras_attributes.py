@@ -11,15 +11,7 @@ import keras
 import numpy as np
 
 from tfdist.keras_internals.keras_symbols import trainer
-from tfdist.private_symbols import private, private_attributes
-
-# On the classes, though they are read through instances.
-for _path, _why in {
-    "keras.src.backend.tensorflow:Variable._map_aggregation": "creates a part of a variable as Keras creates the whole",
-    "keras.src.backend.tensorflow:Variable._map_synchronization": "as for _map_aggregation",
-    "keras.src.backend.tensorflow:Variable._convert_to_tensor": "converts what is assigned to a split slot",
-}.items():
-    private(_path, _why)
+from tfdist.private_symbols import private_attributes
 
 
 def _data() -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.private_symbols import private
 
 # Updates of a variable that use its own slots alone, so that the order of the variables does not matter.
 _UPDATES = tuple(
@@ -75,16 +74,6 @@ def has_own_update_step(optimizer: Any) -> bool:
 def has_own_weight_decay(optimizer: Any) -> bool:
     """Whether the class of an optimizer decays weights itself, by assigning Keras' variables, as Muon does."""
     return type(optimizer)._apply_weight_decay is not TFOptimizer._apply_weight_decay
-
-
-_OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
-
-for _path, _why in {
-    f"{_OPTIMIZER}._check_variables_are_known": "rejects variables for which an optimizer was not built",
-    f"{_OPTIMIZER}._filter_empty_gradients": "warns of variables without a gradient",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._clip_by_norm": "clips one gradient, where its variable is",
-}.items():
-    private(_path, _why)
 
 
 def positions_of_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:

@@ -7,10 +7,6 @@ from typing import Any
 
 import keras
 
-from tfdist.private_symbols import private
-
-private("keras.src.layers.layer:Layer._flatten_layers", "the layers inside of a layer")
-
 
 def kernel_of(layer: Any) -> keras.Variable:
     """Returns the variable of the kernel of a Dense or EinsumDense, whose `kernel` is a value that LoRA may change."""

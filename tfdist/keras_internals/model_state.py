@@ -15,9 +15,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.sharded_optimizers import split_slots
 from tfdist.keras_internals.split_slot import SplitSlot
-from tfdist.private_symbols import private
-
-private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
 _PLAIN = (bool, int, float, str)

@@ -18,7 +18,6 @@ from tfdist.private_symbols import private
 from tfdist.strategy_hooks import of_running_step
 
 _core = private("keras.src.backend.tensorflow:core", "rematerializes by a function that differentiates variables only")
-private("keras.src.backend.tensorflow.core:remat", "as above")
 _is_symbolic = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope", "whether only shapes are computed")
 
 

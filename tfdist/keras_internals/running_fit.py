@@ -10,10 +10,6 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER
-from tfdist.private_symbols import private
-
-private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "takes the logs of the epoch's last step")
 
 
 class RunningFit:

@@ -24,16 +24,6 @@ _saving = private("keras.src.saving:saving_lib", "writes a model into memory bef
 _hdf5 = private("keras.src.legacy.saving:legacy_h5_format", "writes `.h5` files")
 _files = private("keras.src.utils:file_utils", "creates directories for `ModelCheckpoint`")
 _prompts = private("keras.src.utils:io_utils", "asks before it overwrites a file")
-for _path, _why in {
-    "keras.src.saving.saving_lib:is_memory_sufficient": "whether it does so",
-    "keras.src.saving.saving_lib:save_model": "opens the file at once, which other workers write, too",
-    "keras.src.saving.saving_lib:save_weights_only": "likewise",
-    "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5": "likewise",
-    "keras.src.utils.file_utils:makedirs": "fails if another worker has just created the directory",
-    "keras.src.utils.io_utils:ask_to_proceed_with_overwrite": "asks also if another worker has just written the file",
-}.items():
-    private(_path, _why)
-
 # Takes a path, yields another one, and moves what was written there.
 Replacing = Callable[[str], AbstractContextManager[str]]
 
@@ -101,11 +91,6 @@ _TrackableSaver = private(
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver", "writes the files of `tf.train.Checkpoint`"
 )
 _saved_model = private("tensorflow.python.saved_model:save", "writes SavedModels")
-private(
-    "tensorflow.python.checkpoint.checkpoint:TrackableSaver.save",
-    "uses temporary names that are the same in all processes",
-)
-private("tensorflow.python.saved_model.save:save_and_return_nodes", "copies assets to their final names")
 
 
 @patch

@@ -11,15 +11,6 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import Variable
 from tfdist.private_symbols import private
 
-for _path, _why in {
-    "keras.src.backend.tensorflow:Variable._initialize_with_initializer": "creates a complete value for parts",
-    "keras.src.backend.tensorflow:Variable._serialize_to_tensors": "saves a `tf.Variable`, which a split slot is not",
-    "keras.src.backend.tensorflow:Variable._shared_name": "likewise names it",
-    "keras.src.backend.tensorflow:Variable._export_to_saved_model_graph": "likewise exports it",
-    "keras.src.backend.tensorflow:Variable._write_object_proto": "likewise",
-    "keras.src.backend.tensorflow:Variable._restore_from_tensors": "likewise restores it",
-}.items():
-    private(_path, _why)
 _ResourceVariable = private(
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable", "a plain variable, regardless of the strategy scope"
 )

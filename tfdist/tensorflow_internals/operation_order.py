@@ -10,10 +10,6 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 
-private(
-    "tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies.run_independently",
-    "a function orders all its stateful operations one after another, also those of different stages and replicas",
-)
 _is_ordered = private(
     "tensorflow.python.framework.auto_control_deps:op_is_stateful", "tells which operations a function orders"
 )
@@ -66,19 +62,11 @@ def independent_calls() -> Iterator[None]:
             manager.run_independently(operation)
 
 
-private(
-    "tensorflow.python.framework.ops:Operation._add_control_inputs",
-    "orders the operations of a replica that its function leaves unordered",
-)
 _autograph_status = private(
     "tensorflow.python.autograph.core.ag_ctx:control_status_ctx", "whether AutoGraph converts what is being traced"
 )
 _with_autograph = private(
     "tensorflow.python.autograph.impl.api:tf_convert", "lets AutoGraph convert a function that replicas call"
-)
-private(
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._clone",
-    "calls all replicas in a function with the options of the given one",
 )
 _LOOPS = tuple(
     private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a loop, where no sum may be")

@@ -26,12 +26,6 @@ _autograph = private(
 _GraphStack = private(
     "tensorflow.python.framework.ops:_DefaultGraphStack", "holds the default graph, and the scope in it"
 )
-private("tensorflow.python.framework.ops:_DefaultGraphStack.reset", "is left out within a scope")
-
-private(
-    "tensorflow.python.eager.context:Context.configure_coordination_service",
-    "takes a worker that was silent for 10 s for lost, also while a slow link is busy",
-)
 
 
 @patch

@@ -9,19 +9,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.patches import patch, replace
-from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.merge_calls import needs_merge_call
 from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph, may_be_recorded
 from tfdist.tensorflow_internals.xla_functions import is_compiling
 from tfdist.utils.temporary_values import setting
-
-private(
-    "tensorflow.python.framework.func_graph:FuncGraph._create_op_internal",
-    "creates an operation, or returns an equal one",
-)
-private("tensorflow.python.framework.ops:Graph._device_functions_outer_to_inner", "the device of the next operation")
-private("tensorflow.python.framework.ops:Graph._current_control_dependencies", "what the next operation waits for")
-private("tensorflow.python.framework.ops:Graph.colocate_with", "makes `_colocation_stack`, the next operation's place")
 
 _READ = "ReadVariableOp"
 # Their results depend on their inputs alone.
@@ -147,13 +138,6 @@ def patch_graphs() -> None:
                     active.forget_reads(handles)
         return operation
 
-
-private(
-    "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._call_flat",
-    "calls a function with other variables than those for which it was traced",
-)
-private("tensorflow.python.framework.func_graph:FuncGraph.outer_graph", "the graph of the step around a branch")
-private("tensorflow.python.framework.ops:Operation._set_device", "the device of an operation that was created")
 
 _FUNCTIONS = "_tfdist_shared_functions"
 

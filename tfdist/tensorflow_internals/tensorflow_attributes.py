@@ -20,22 +20,6 @@ _DISTRIBUTE = "tensorflow.python.distribute"
 _INPUT = f"{_DISTRIBUTE}.input_lib"
 _COORDINATOR = f"{_DISTRIBUTE}.coordinator"
 
-# On the classes, though they are read through instances.
-for _path, _why in {
-    "tensorflow:data.Dataset._inputs": "the datasets that a dataset reads",
-    "tensorflow:data.Dataset._functions": "the functions that a dataset calls",
-    f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV2._container_strategy": "the strategy of this implementation",
-    f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV1._in_multi_worker_mode": "whether workers agree on an end",
-    f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_strategy": (
-        "joins TensorFlow's cluster"
-    ),
-    f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local": (
-        "creates the devices of a process without a cluster"
-    ),
-    f"{_DISTRIBUTE}.values:PerReplica._type_spec": "the type of a batch, which counts are added to",
-    f"{_DISTRIBUTE}.values:PerReplicaSpec._to_components": "the tensors of a batch, which counts are added to",
-}.items():
-    private(_path, _why)
 _RemoteValue = private(f"{_COORDINATOR}.values:RemoteValueImpl", "the result of a scheduled function")
 _Queue = private(
     f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
