@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.keras_updates import features_of_steps, trained_variables
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.outer_optimizers import new_outer_optimizer, trained_variables
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -137,8 +137,37 @@ def _new_fragment(variables: list[Any], paths: list[str], mode: LocalMode) -> Fr
     outer = None
     if isinstance(mode, DiLoCo):
         described = mode.outer_optimizer
-        outer = new_outer_optimizer(_default_outer if described is None else described, anchors)
+        outer = _new_outer_optimizer(_default_outer if described is None else described, anchors)
     return Fragment(variables, anchors, outer, paths)
+
+
+def _new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
+    """Returns a new optimizer that is built for `anchors`.
+
+    `described` is an optimizer, whose configuration is used, a function that returns one, or what
+    `keras.optimizers.get` accepts.
+
+    Raises:
+        ValueError: If `described` is none of these, or the optimizer cannot be an outer one.
+    """
+    is_function = callable(described) and not isinstance(described, keras.optimizers.Optimizer)
+    identifier = described() if is_function else described
+    if not isinstance(identifier, keras.optimizers.Optimizer | str | dict):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {described!r}. Expected: a function that returns a Keras optimizer, "
+            "such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`, a name, or a configuration."
+        )
+    if isinstance(identifier, keras.optimizers.Optimizer):
+        optimizer = type(identifier).from_config(identifier.get_config())
+    else:
+        optimizer = keras.optimizers.get(identifier)
+    if extra := features_of_steps(optimizer):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with {', '.join(extra)}. Expected: a "
+            "Keras optimizer without: it updates once an exchange."
+        )
+    optimizer.build(list(anchors))
+    return optimizer
 
 
 def _default_outer() -> Any:

@@ -6,12 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.keras_internals.keras_updates import moving_averages, trained_variables
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.outer_optimizers import (
-    moving_averages,
-    trained_variables,
-    update_anchors,
-)
 from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.fragments import Fragment, SyncSchedule, assign, held_sums, new_fragments, read
 from tfdist.local_updates.local_modes import LocalMode
@@ -214,7 +210,9 @@ class SyncedOptimizer:
         """Updates the anchors by the mean differences, and the weights by the anchors."""
         fragment = self.fragments[number]
         if fragment.outer is not None:
-            update_anchors(fragment.outer, fragment.anchors, sums)
+            update = OptimizerUpdate(fragment.outer, fragment.anchors)
+            update.clip_and_apply(list(sums), False)
+            update.take_back(-1)
         else:
             for anchor, difference in zip(fragment.anchors, sums, strict=True):
                 assign(self._strategy, anchor, read(anchor) - difference)
