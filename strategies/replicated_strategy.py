@@ -24,15 +24,15 @@ from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
+from tfdist.losses.replica_count import replica_count
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.function_graphs import release_with
-from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.rows_per_replica import filled_samples, is_complete, without_filled_rows
-from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
+from tfdist.tensorflow_internals.runtime import exclude_from_autograph, is_read_by_user, reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.xla_functions import reject_exchange_in_compiled_function
 from tfdist.training.balanced_batches import own_rows
 from tfdist.training.batch_comparison import BatchComparison

@@ -17,10 +17,10 @@ from tfdist.losses import (
     reduction_degrees,
     sample_axes,
 )
+from tfdist.losses.replica_count import power_of_count
 from tfdist.losses.sample_axes import is_whole
 from tfdist.losses.sample_kinds import ZERO, Kind, function_of, product_of, unknown
 from tfdist.tensorflow_internals.function_graphs import is_symbolic
-from tfdist.tensorflow_internals.replica_count import power_of_count
 
 # Operations that compute values of one sample from others, if the samples lie along their first axis.
 _MIX_SAMPLES = frozenset(

@@ -131,3 +131,17 @@ def global_seed_for_functions(seed: int) -> AbstractContextManager[None]:
 def global_generator() -> Any:
     """Returns the global `tf.random.Generator`; `None` if nothing has requested it yet."""
     return _random_ops.global_generator
+
+
+def is_read_by_user() -> bool:
+    """Whether the caller's property is being read by a user's code.
+
+    TensorFlow's strategies, Keras and tfdist read the number of replicas, too.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("tensorflow.python.distribute."):
+            return module.partition(".")[0] not in ("keras", "tensorflow", "tfdist")
+        frame = frame.f_back
+    return False
