@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import are_alike, can_be_averaged, differs, metric_results, names_of
-from tfdist.tensorflow_internals.pruned_function import needed_operations
+from tfdist.losses.pruned_function import needed_operations
 
 # "values": the logs, a structure of tensors, on the chief of arrays; "is_result": by value and result of a metric,
 # whether they are equal.

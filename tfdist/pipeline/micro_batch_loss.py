@@ -19,7 +19,7 @@ from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.keras_internals.losses import times
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.losses.pruned_function import PrunedFunction
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)
 
