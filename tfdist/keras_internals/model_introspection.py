@@ -2,7 +2,6 @@
 
 import inspect
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -88,11 +87,6 @@ def first_input(data: Any) -> Any:
     return next((leaf for leaf in keras.tree.flatten(inputs) if leaf is not None), None)
 
 
-def metric_variables(model: Any) -> list[keras.Variable]:
-    """Returns the variables of the model's metrics that are summed over the replicas when they are read."""
-    return [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
-
-
 def batch_statistics(model: Any) -> list[keras.Variable]:
     """Returns the moving means and variances of batch normalization layers that see only their replica's batches."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
@@ -157,12 +151,6 @@ def accepts_zeros(model: Any, data: Any) -> bool:
     return "RNN" in bases or any("Conv" in name for name in bases)
 
 
-def first_variable_outside(model: Any) -> keras.Variable | None:
-    """Returns the first variable of the model or its metrics that no strategy has distributed, if any."""
-    variables = [*model.variables, *model.metrics_variables]
-    return next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
-
-
 def is_made_under(optimizer: Any, strategy: Any) -> bool:
     """Whether `optimizer` was created in the scope of `strategy`."""
     return getattr(optimizer, "_distribution_strategy", None) is strategy
@@ -176,23 +164,6 @@ def metric_results(model: Any) -> list[tuple[str, Any]]:
         results += result.items() if isinstance(result, dict) else [(metric.name, result)]
     # A metric may return one of its variables.
     return [(name, tf.convert_to_tensor(result)) for name, result in results]
-
-
-def possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:
-    """Returns the positions of logs and of results that may be equal: by name, otherwise any of the same kind.
-
-    Steps often return the result of a metric under another name than the metric's.
-    """
-    names = names_of(logs) if results else []
-    leaves = tf.nest.flatten(logs)
-    pairs = []
-    for position, name in enumerate(names):
-        same_name = [index for index, (of, _) in enumerate(results) if of == name]
-        other_name = [index for index, (of, _) in enumerate(results) if of not in names]
-        pairs += [
-            (position, index) for index in same_name or other_name if are_alike(leaves[position], results[index][1])
-        ]
-    return pairs
 
 
 def names_of(logs: Any) -> list[str]:

@@ -64,18 +64,6 @@ def model_variables(model: Any) -> list[ModelVariable]:
     ]
 
 
-def metric_variables_by_key(model: Any) -> dict[str, Any]:
-    """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
-    variables_by_key: dict[str, Any] = {}
-    seen: set[int] = set()
-    for position, metric in enumerate(model.metrics):
-        for index, variable in enumerate(metric.variables):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                variables_by_key[f"{position}.{type(metric).__name__}/{index}"] = variable
-    return variables_by_key
-
-
 def components(strategy: Any, variable: Any) -> list[Any]:
     """Returns this worker's `tf.Variable`s of a variable: one per local replica if it is distributed.
 
@@ -87,11 +75,6 @@ def components(strategy: Any, variable: Any) -> list[Any]:
     if isinstance(value, tf.distribute.DistributedValues):
         return list(strategy.experimental_local_results(value))
     return [value]
-
-
-def path_of(variable: Any) -> str:
-    """Returns the name of a variable for messages."""
-    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:

@@ -4,7 +4,9 @@ import functools
 import logging
 from typing import Any
 
-from tfdist.keras_internals.model_introspection import computes_over_all_replicas, first_variable_outside, is_made_under
+import tensorflow as tf
+
+from tfdist.keras_internals.model_introspection import computes_over_all_replicas, is_made_under
 from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
 
 _log = logging.getLogger("tfdist")
@@ -16,7 +18,8 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
     Raises:
         ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
     """
-    stray = first_variable_outside(model)
+    variables = [*model.variables, *model.metrics_variables]
+    stray = next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
     if stray is not None:
         raise ValueError(
             "A variable was created outside the strategy's scope, so it is not on all replicas. "
