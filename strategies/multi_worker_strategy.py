@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.collectives.key_values import key_values
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import LocalMode
@@ -28,9 +29,9 @@ from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.strategies.worker_devices import devices_of_workers
 from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
+    ClusterKeyValues,
     cluster_is_running,
     exit_on_timeout,
     silence_limit,

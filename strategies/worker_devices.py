@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.collectives.key_values import key_values
 
 _DRIVER = "libcuda.so.1"
 _UUID_BYTES = 16

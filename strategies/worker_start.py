@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import new_seed
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.collectives.key_values import key_values
 from tfdist.tensorflow_internals.runtime import global_seed
 from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
 from tfdist.utils.argument_checks import optional_integer_variable

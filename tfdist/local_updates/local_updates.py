@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.collectives.key_values import key_values
 from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.keras_internals.model_state import optimizers_of
@@ -17,7 +18,6 @@ from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.synced_optimizer import SyncedOptimizer
 from tfdist.tensorflow_internals.function_graphs import release_with
-from tfdist.tensorflow_internals.key_values import key_values
 
 _KEPT_FUNCTIONS = 4
 

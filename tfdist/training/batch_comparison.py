@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.key_values import key_values
 from tfdist.tensorflow_internals.input_pipeline import is_unordered, runs_python
-from tfdist.tensorflow_internals.key_values import key_values
 from tfdist.training.shown_batches import common_inputs, shown_batches
 
 Fingerprint = list[Any]  # of one input: shape, hash or projections, whether its rows differ
