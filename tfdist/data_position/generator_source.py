@@ -8,7 +8,7 @@ from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import global_states, set_global_states, states_equal
 from tfdist.data_position.read_ahead import ReadAhead
-from tfdist.keras_internals.epoch_iterator import GENERATOR, data_kind, wrap_generator
+from tfdist.keras_internals.epoch_iterator import GENERATOR, data_kind
 from tfdist.utils.json_state import from_text
 
 
@@ -26,7 +26,9 @@ class GeneratorSource(DatasetSource):
         super().__init__(adapter, dataset, strategy)
         self._batches: Callable[[], Iterator[Any]] | None = None  # None: no Python generator
         if self.kind == GENERATOR:
-            self._batches = wrap_generator(adapter, self._draw)
+            # Over the batches that Keras has drawn to see their shapes, and over all others.
+            stock: Callable[[], Iterator[Any]] = adapter.generator
+            self._batches, adapter.generator = stock, lambda: self._draw(stock)
         self._rest: tuple[int, Iterator[Any]] | None = None
         self._tracks_position = False
         self._at_begin: Json = {}
