@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,6 +72,19 @@ def called_graph(graph: Any, name: str) -> Any:
             return getattr(function, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+def operations_behind(
+    operation: Any, inputs_of: Callable[[Any], Iterable[Any]] = lambda operation: operation.inputs
+) -> Iterator[Any]:
+    """Yields an operation and those whose data it uses, each once; `inputs_of` returns the tensors to follow."""
+    waiting, seen = [operation], set()
+    while waiting:
+        reached = waiting.pop()
+        if reached not in seen:
+            seen.add(reached)
+            yield reached
+            waiting += [tensor.op for tensor in inputs_of(reached)]
 
 
 def captured_handles(ignored: str) -> set[int]:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.batch_selection import selectable
+from tfdist.tensorflow_internals.function_graphs import operations_behind
 from tfdist.tensorflow_internals.rows_per_replica import tensorflow_spec
 
 _OPS = "tensorflow.python.data.ops"
@@ -331,20 +332,7 @@ def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
     sources = {id(tensor.op) for tensor, flag in zip(graph.inputs, drawn, strict=False) if flag}
     if is_parallel:
         sources |= {id(graph.get_operation_by_name(name)) for name in random_operations(graph)}
-    return [_depends_on(output.op, sources) for output in graph.outputs]
-
-
-def _depends_on(operation: Any, sources: set[int]) -> bool:
-    seen: set[int] = set()
-    waiting = [operation]
-    while waiting and sources:
-        current = waiting.pop()
-        if id(current) in sources:
-            return True
-        if id(current) not in seen:
-            seen.add(id(current))
-            waiting += [tensor.op for tensor in current.inputs]
-    return False
+    return [any(id(operation) in sources for operation in operations_behind(output.op)) for output in graph.outputs]
 
 
 def skip_steps(dataset: Any, steps: int) -> Any | None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph, operations_behind
 from tfdist.utils.temporary_values import setting
 
 _random = private(
@@ -205,16 +205,11 @@ def _reads_variables(graph: Any) -> bool:
 
 def _sources(output: tf.Tensor) -> frozenset[str]:
     """The names of the inputs of a function's graph, among them variables, by which an output can be differentiated."""
-    waiting, seen, names = [output.op], {output.op}, set()
-    while waiting:
-        operation = waiting.pop()
-        if operation.type == "Placeholder" and operation.outputs[0].dtype in _DIFFERENTIABLE:
-            names.add(operation.name)
-        for tensor in () if operation.type == "StopGradient" else operation.inputs:
-            if tensor.op not in seen:
-                seen.add(tensor.op)
-                waiting.append(tensor.op)
-    return frozenset(names)
+    behind = operations_behind(
+        output.op, lambda operation: () if operation.type == "StopGradient" else operation.inputs
+    )
+    placeholders = [operation for operation in behind if operation.type == "Placeholder"]
+    return frozenset(operation.name for operation in placeholders if operation.outputs[0].dtype in _DIFFERENTIABLE)
 
 
 @patch
