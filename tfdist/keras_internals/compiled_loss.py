@@ -1,34 +1,16 @@
 """The compiled losses and metrics of a model: of a micro-batch, and of single outputs in a trace."""
 
 import copy
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper
 from tfdist.utils.temporary_values import setting_attributes
-
-
-class ScalesLosses(Protocol):
-    """Makes a loss over some samples a part of the loss of the whole batch, as a `LossStep` does."""
-
-    has_scaled: bool
-
-    def as_part(self, loss: Any, *, is_mean: bool) -> Any:
-        """Returns the part of a loss."""
-
-
-class _Recorder:
-    """Takes the place of the metric of an output's loss, and keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        self.values.append(values)
 
 
 def has_compiled_loss(model: Any) -> bool:
@@ -70,26 +52,27 @@ def _own_classes(model: Any) -> list[type]:
 
 
 def loss_parts(
-    model: Any, step: ScalesLosses, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
+    model: Any, step: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
 ) -> tuple[Any, list[Any]]:
     """Computes the loss of a part of a batch.
 
-    The model's compiled loss is built, and `step` is the current one. Only a `compute_loss` of the model's class needs
-    `x`.
+    The model's compiled loss is built, and `step`, a `LossStep`, is the current one. Only a `compute_loss` of the
+    model's class needs `x`.
 
     Returns:
         The part of the loss of the batch, and the part of each output's loss if the model has several.
     """
     compiled = model._compile_loss
     metrics = [] if compiled is None else list(compiled.metrics)
-    recorders = [_Recorder() for _ in metrics]
+    of_outputs: list[Any] = []
+    recorder = types.SimpleNamespace(update_state=lambda values, sample_weight=None: of_outputs.append(values))
     step.has_scaled = False
-    with nullcontext() if compiled is None else setting_attributes(compiled, _metrics=recorders):
+    with nullcontext() if compiled is None else setting_attributes(compiled, _metrics=[recorder for _ in metrics]):
         if overrides_compute_loss(model):
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         else:
             loss = step.as_part(compiled(y, y_pred, sample_weight), is_mean=not step.has_scaled)
-    return loss, [value for recorder in recorders for value in recorder.values]
+    return loss, of_outputs
 
 
 def update_loss_metrics(model: Any, loss: tf.Tensor, of_outputs: list[tf.Tensor], y_pred: Any, samples: Any) -> None:
@@ -179,7 +162,7 @@ def accuracies_of_choices(metrics: Sequence[Any]) -> Iterator[None]:
     """In the body, metrics for which `is_accuracy` take these indices, int32, as predictions."""
     functions = [(metric, metric._fn) for metric in metrics]
     try:
-        for metric, _ in functions:
+        for metric in metrics:
             is_sparse = isinstance(metric, keras.metrics.SparseCategoricalAccuracy)
             metric._fn = _sparse_matches if is_sparse else _matches
         yield

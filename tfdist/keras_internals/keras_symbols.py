@@ -34,8 +34,9 @@ AutocastScope = private(
     "keras.src.backend.common.variables:AutocastScope", "casts variables that an optimizer updates in a layer's call"
 )
 set_mask = private("keras.src.backend.common.masking:set_keras_mask", "likewise")
-_global_attribute = private(
-    "keras.src.backend.common.global_state:get_global_attribute", "whether a layer's call is running"
+global_attribute = private(
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "a running call of a layer, and the global seed generator",
 )
 
 private_members(
@@ -137,4 +138,4 @@ private_members(
 
 def is_in_layer_call() -> bool:
     """Whether a layer's `call` is running in this thread."""
-    return _global_attribute("current_call_ctx") is not None
+    return global_attribute("current_call_ctx") is not None

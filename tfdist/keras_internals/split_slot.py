@@ -1,19 +1,16 @@
 """An optimizer's variable of which each replica holds a part, and the Keras optimizer's view of it."""
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import Variable
-from tfdist.private_symbols import private
-
-_ResourceVariable = private(
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable", "a plain variable, regardless of the strategy scope"
-)
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+from tfdist.utils.temporary_values import setting
 
 # The local replica whose part stands for the variable, while its update is computed.
 _replica: contextvars.ContextVar[int | None] = contextvars.ContextVar("tfdist_updating_replica", default=None)
@@ -21,14 +18,9 @@ _replica: contextvars.ContextVar[int | None] = contextvars.ContextVar("tfdist_up
 Gather = Callable[[Sequence[tf.Tensor], Sequence[int]], tf.Tensor]
 
 
-@contextlib.contextmanager
-def parts_of_replica(local_replica: int) -> Iterator[None]:
+def parts_of_replica(local_replica: int) -> AbstractContextManager[None]:
     """Makes split variables stand for their parts on a replica of this process."""
-    token = _replica.set(local_replica)
-    try:
-        yield
-    finally:
-        _replica.reset(token)
+    return setting(_replica, local_replica)
 
 
 def is_updating_parts() -> bool:
@@ -75,7 +67,7 @@ class SplitSlot(Variable):
         for device, (start, stop) in zip(self._devices, self._own_bounds, strict=True):
             with tf.init_scope(), tf.device(device):
                 part = tf.identity(self._part(flat, start, stop))
-                self._parts.append(_ResourceVariable(part, trainable=False, name=self.name))
+                self._parts.append(ResourceVariable(part, trainable=False, name=self.name))
         self._value = self._parts[0]
 
     def _part(self, flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
