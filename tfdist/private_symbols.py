@@ -7,7 +7,7 @@ function that creates a small one (`private_attributes`), and looked up by `chec
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -46,10 +46,6 @@ class InstanceKind:
     path: str
     attributes: Mapping[str, PrivateSymbol]
     make: Callable[[], Any] | None
-
-    def with_instance(self, instance: Any) -> "InstanceKind":
-        """Returns this kind with a given instance, such as one of a cluster."""
-        return replace(self, make=lambda: instance)
 
     def missing(self) -> list[tuple[PrivateSymbol, str]]:
         """Creates an instance, if it can, and returns each attribute that it lacks, with what was found instead."""
