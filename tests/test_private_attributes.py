@@ -39,7 +39,6 @@ _BRIDGE = "PySpark's way to Spark's own objects, which its Python has no names f
 EXCEPTIONS = {
     "_gather": _OWN,
     "_kind_and_config": _OWN,
-    "_optimizer": _OWN,
     "_replicas_of_workers": _OWN,
     "_table_shards": "tfdist's own, kept on an embedding of Keras",
     "_getframe": "of Python's `sys`, and documented",

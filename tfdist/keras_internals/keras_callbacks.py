@@ -15,11 +15,10 @@ from tfdist.strategy_hooks import hooks_of
 
 Wrapper = Callable[..., None]
 
-_MonitorCallback = private(
-    "keras.src.callbacks.monitor_callback:MonitorCallback",
-    "holds the direction in which a metric improves",
-    since="3.11",
-    before=(keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, keras.callbacks.ReduceLROnPlateau),
+_MONITORS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("EarlyStopping", "ModelCheckpoint", "OrbaxCheckpoint", "ReduceLROnPlateau")
+    if hasattr(keras.callbacks, name)
 )
 private(
     "keras.src.callbacks.monitor_callback:MonitorCallback._set_monitor_op",
@@ -140,7 +139,7 @@ def state_attributes(callback: Any) -> tuple[str, ...]:
 
 def has_monitor_direction(callback: Any) -> bool:
     """Whether a callback that monitors a quantity has determined whether it should fall or rise."""
-    return isinstance(callback, _MonitorCallback) and getattr(callback, "monitor_op", None) is not None
+    return isinstance(callback, _MONITORS) and getattr(callback, "monitor_op", None) is not None
 
 
 def find_monitor_direction(callback: Any) -> None:

@@ -115,39 +115,32 @@ class OptimizerUpdate:
     """The parts of one optimizer's update. Call each of them in a replica context."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], loss_scale: LossScale | None = None) -> None:
-        self._optimizer = optimizer
-        self._variables = list(variables)
+        self.optimizer = optimizer
+        self.variables = list(variables)
         self.loss_scale = loss_scale
-
-    @property
-    def optimizer(self) -> Any:
-        """The Keras optimizer."""
-        return self._optimizer
 
     @property
     def strategy(self) -> Any:
         """The strategy in whose scope the optimizer was created."""
-        return self._optimizer._distribution_strategy
+        return self.optimizer._distribution_strategy
 
     @property
     def paths(self) -> list[str]:
         """The paths of the variables, with a number if another variable of the strategy has or had the same path."""
-        return [unique_path(self.strategy, variable) for variable in self._variables]
+        return [unique_path(self.strategy, variable) for variable in self.variables]
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
-        """The shapes of the variables."""
-        return [tf.TensorShape(variable.shape) for variable in self._variables]
+        return [tf.TensorShape(variable.shape) for variable in self.variables]
 
     @property
     def servers_variables(self) -> list[tf.Variable]:
         """The `tf.Variable`s behind the variables."""
-        return [getattr(variable, "_value", variable) for variable in self._variables]
+        return [getattr(variable, "_value", variable) for variable in self.variables]
 
     @property
     def constrained_variables(self) -> list[Any]:
-        """The variables that have a constraint."""
-        return [variable for variable in self._variables if getattr(variable, "constraint", None) is not None]
+        return [variable for variable in self.variables if getattr(variable, "constraint", None) is not None]
 
     def constrain(self) -> None:
         """Applies the variables' constraints, as Keras does after an update."""
@@ -159,17 +152,12 @@ class OptimizerUpdate:
     def changed_variables(self) -> list[tf.Variable]:
         """The `tf.Variable`s that a step may read and that this update changes."""
         scale = [] if self.loss_scale is None else self.loss_scale.variables
-        return [*self.servers_variables, *(variable._value for variable in (self._optimizer._iterations, *scale))]
-
-    @property
-    def variables(self) -> list[Any]:
-        """The variables, as Keras knows them."""
-        return self._variables
+        return [*self.servers_variables, *(variable._value for variable in (self.optimizer._iterations, *scale))]
 
     @property
     def counter(self) -> tf.Variable:
         """The count of updates."""
-        return self._optimizer._iterations._value
+        return self.optimizer._iterations._value
 
     def count(self, updated: tf.Tensor) -> None:
         """Adds `updated`, a bool scalar, to the optimizer's count of updates."""
@@ -178,33 +166,33 @@ class OptimizerUpdate:
     @property
     def accumulation_steps(self) -> int:
         """Number of micro-steps of an update."""
-        return int(self._optimizer.gradient_accumulation_steps or 1)
+        return int(self.optimizer.gradient_accumulation_steps or 1)
 
     @property
     def accumulators(self) -> list[tf.Variable]:
         """The variables with the sums of this replica's gradients, one per trainable variable."""
-        optimizer = self._optimizer
-        indices = [optimizer._get_variable_index(variable) for variable in self._variables]
+        optimizer = self.optimizer
+        indices = [optimizer._get_variable_index(variable) for variable in self.variables]
         return [optimizer._accumulated_gradients[index].value for index in indices]
 
     @property
     def micro_steps(self) -> tf.Tensor:
         """Number of micro-steps before the present one."""
-        return tf.convert_to_tensor(self._optimizer._iterations)
+        return tf.convert_to_tensor(self.optimizer._iterations)
 
     def take_back(self, micro_steps: int) -> None:
         """Subtracts `micro_steps` from the count, for a skipped update."""
         self.strategy.extended.update(
-            self._optimizer._iterations.value,
+            self.optimizer._iterations.value,
             lambda count: count.assign_sub(tf.cast(micro_steps, count.dtype)),
             group=False,
         )
 
     def clip(self, gradients: Sequence[Any]) -> list[Any]:
         """Clips by the optimizer's `clipnorm`, `global_clipnorm` or `clipvalue`."""
-        if self._optimizer.clipvalue:
+        if self.optimizer.clipvalue:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        return list(self._optimizer._clip_gradients(list(gradients)))
+        return list(self.optimizer._clip_gradients(list(gradients)))
 
     def clip_and_apply(self, gradients: Sequence[Any], compiles: bool | None) -> None:
         """Clips, and updates the variables.
@@ -212,7 +200,7 @@ class OptimizerUpdate:
         XLA `compiles` clipping and updates, if no gradient is sparse. `None`: the updates of large variables alone, on
         CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
         """
-        if compiles and not self._optimizer.use_ema and all(map(is_symbolic, gradients)):
+        if compiles and not self.optimizer.use_ema and all(map(is_symbolic, gradients)):
             if call_compiled(self._clip_and_apply_tensors, gradients) is not None:
                 return
         self.apply(self.clip(gradients), compiles_large=compiles is None)
@@ -225,12 +213,15 @@ class OptimizerUpdate:
         large = self._update_large(gradients) if compiles_large else []
         remaining = [position for position in range(len(gradients)) if position not in large]
         if remaining or not large:
-            self._update([gradients[position] for position in remaining], [self._variables[p] for p in remaining])
+            self._update([gradients[position] for position in remaining], [self.variables[p] for p in remaining])
 
     def _update_large(self, gradients: Sequence[Any]) -> list[int]:
         """Updates large variables by XLA; returns the positions of those that were updated."""
-        large = self._large(gradients)
-        variables = [self._variables[position] for position in large]
+        if not is_of_each_variable(self.optimizer) or not compiles_on_cpus():
+            return []
+        sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
+        large = [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]
+        variables = [self.variables[position] for position in large]
 
         def update_large(*tensors: tf.Tensor) -> list[tf.Tensor]:
             self._update(tensors, variables)
@@ -246,7 +237,7 @@ class OptimizerUpdate:
 
     def apply(self, gradients: Sequence[Any], *, compiles_large: bool = False) -> None:
         """Decays the weights, and updates the variables and their moving averages."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         self.update(gradients, compiles_large=compiles_large)
         if optimizer.use_ema:
             optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
@@ -258,7 +249,7 @@ class OptimizerUpdate:
                 )
 
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if is_equal_on_replicas(optimizer) and call_shared(
             lambda traced_gradients: self._update_parts(traced_gradients, variables),
             list(gradients),
@@ -270,16 +261,9 @@ class OptimizerUpdate:
         self._update_parts(gradients, variables)
 
     def _update_parts(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        with reduced_gradients(), shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
-            self._optimizer._apply_weight_decay(variables)
-            self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
-
-    def _large(self, gradients: Sequence[Any]) -> list[int]:
-        """The positions of the gradients of large variables whose updates XLA can compile."""
-        if not is_of_each_variable(self._optimizer) or not compiles_on_cpus():
-            return []
-        sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
-        return [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]
+        with reduced_gradients(), shared_operations() if is_of_keras(self.optimizer) else contextlib.nullcontext():
+            self.optimizer._apply_weight_decay(variables)
+            self.optimizer._backend_update_step(list(gradients), variables, self.optimizer.learning_rate)
 
 
 def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -32,7 +32,7 @@ class PartUpdate:
 
     def __init__(self, update: OptimizerUpdate, slots: SplitSlots, local_replica: int) -> None:
         """Updates the variables of `update` on a replica of this process."""
-        self._optimizer = update._optimizer
+        self._optimizer = update.optimizer
         self._strategy = update.strategy
         self._local_replica = local_replica
         replica = slots.sharding.first + local_replica
@@ -50,7 +50,7 @@ class PartUpdate:
             unit_position: index * number // len(units) for index, unit in enumerate(units) for unit_position in unit
         }
         #: The positions of the variables that have a gradient.
-        self.positions = [self._optimizer._get_variable_index(variable) for variable in update._variables]
+        self.positions = [self._optimizer._get_variable_index(variable) for variable in update.variables]
         present = set(self.positions)
         #: The positions of those of which the replica owns a part, in the order in which they are exchanged.
         self.owned = [

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
-from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
@@ -97,11 +96,6 @@ def split_slots(optimizer: Any) -> SplitSlots | None:
     """Returns the layout of the slots of an optimizer; `None` if they are whole, or if it has none."""
     slots = _split.get(optimizer)
     return slots if slots is not None and slots.is_used else None
-
-
-def split_slots_of(update: OptimizerUpdate) -> SplitSlots | None:
-    """Returns `split_slots` for the optimizer of an update."""
-    return split_slots(update._optimizer)
 
 
 @patch

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.private_symbols import private
 
@@ -98,6 +97,5 @@ def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
 
 def update_step(optimizer: Any, gradient: Any, variable: UpdatedValue) -> None:
     """Decays and updates the value of a variable, in Keras' order."""
-    assert isinstance(optimizer, TFOptimizer)
     decay_weights(optimizer, [variable])
     optimizer.update_step(gradient, variable, optimizer.learning_rate)
