@@ -169,45 +169,30 @@ class AllReduce(CollectiveAllReduce):
         self._reductions_within: list[Callable[..., Any]] = []
         group_key = self._collective_keys.get_group_key(self._devices)
         self._boundary = boundary
-        num_devices = counts[rank] if len(counts) > 1 else counts[0]
-        local = [self._launcher(group_key, num_devices, device) for device in self._devices] if num_devices > 1 else []
         if len(counts) == 1:
-            self._local = local or [self._launcher(group_key, num_devices, device) for device in self._devices]
-            self._launchers = self._local
+            self._local = self._launchers = [self._launcher(group_key, counts[0], device) for device in self._devices]
             self.reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
             return
-        self._local = local
-        if boundary is None:
-            self._reduce_by_collectives(group_key, rank, counts, reduction)
-            return
-        between = self._workers_launcher()
-        if max(counts) == 1:
+        is_alone = counts[rank] == 1
+        if boundary is None:  # with NCCL: groups of TensorFlow's collectives, whose keys are unique in the cluster
+            key = group_key + _GROUPS_OF_LEVELS
+            self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
+            between = self._launchers[0] if is_alone else self._launcher(key, len(counts), self._devices[0])
+            group_key = key + 1 + rank
+        else:
+            between = self._workers_launcher()
+        self._local = [] if is_alone else [self._launcher(group_key, counts[rank], device) for device in self._devices]
+        local = self._local or [None] * len(self._devices)
+        if boundary is not None and max(counts) == 1:
             self._launchers = [between]
-            self.reductions = [reduction(between, between, None, rank)]
-            return
-        arguments = (boundary, self._collective_keys)
-        self._launchers = [
-            DevicesOfWorkersLauncher(
-                *arguments, device, self._options, local[index] if local else None, counts, rank, index
-            )
-            for index, device in enumerate(self._devices)
-        ]
+        elif boundary is not None:
+            arguments = (boundary, self._collective_keys)
+            self._launchers = [
+                DevicesOfWorkersLauncher(*arguments, device, self._options, local[index], counts, rank, index)
+                for index, device in enumerate(self._devices)
+            ]
         self.reductions = [
-            reduction(launcher, None if index else between, local[index] if local else None, rank)
-            for index, launcher in enumerate(self._launchers)
-        ]
-
-    def _reduce_by_collectives(self, group_key: int, rank: int, counts: Sequence[int], reduction: Any) -> None:
-        """Creates groups of TensorFlow's collectives, for NCCL; their keys are unique in the cluster."""
-        num_devices = counts[rank]
-        self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
-        between, local = self._launchers[0], self._local
-        if num_devices > 1:
-            between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
-            local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
-            local = self._local = [self._launcher(local_key, num_devices, device) for device in self._devices]
-        self.reductions = [
-            reduction(launcher, None if index else between, local[index] if local else None, rank)
+            reduction(launcher, None if index else between, local[index], rank)
             for index, launcher in enumerate(self._launchers)
         ]
 
