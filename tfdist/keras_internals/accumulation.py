@@ -40,7 +40,6 @@ class Accumulation:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The model's optimizer, and the inner one, if any."""
         return [self._outer] if self._outer is self._optimizer else [self._outer, self._optimizer]
 
     def update(self) -> OptimizerUpdate:

@@ -67,7 +67,6 @@ class EpochIteratorMixin:
 
     @property
     def strategy(self) -> Any:
-        """The strategy of the model."""
         return self._distribute_strategy
 
     @property

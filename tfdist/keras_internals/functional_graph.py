@@ -215,7 +215,6 @@ class InputConversion(keras.Operation):
     """
 
     def __init__(self, dtype: str, rank: int) -> None:
-        """Creates the conversion."""
         super().__init__(name="input_conversion")
         self.dtype, self.rank = dtype, rank
 
@@ -230,7 +229,6 @@ class InputConversion(keras.Operation):
         return x
 
     def compute_output_spec(self, x: Any, mask: Any = None) -> Any:
-        """Returns the symbolic result."""
         del mask
         shape = x.shape if len(x.shape) == self.rank else x.shape[:-1] if len(x.shape) > self.rank else (*x.shape, 1)
         return keras.KerasTensor(shape, self.dtype)

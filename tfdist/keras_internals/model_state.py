@@ -138,7 +138,6 @@ class OptimizerState:
 
     @property
     def kind(self) -> str:
-        """The class name."""
         return type(self._optimizer).__name__
 
     @property
@@ -168,7 +167,6 @@ class OptimizerState:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-steps made."""
         return int(self._optimizer._iterations.numpy())
 
     @property

@@ -74,7 +74,6 @@ class PartUpdate:
 
     @property
     def has_split_accumulators(self) -> bool:
-        """Whether sums of gradients are split."""
         accumulators = self._optimizer._accumulated_gradients if self._optimizer.gradient_accumulation_steps else []
         return any(isinstance(accumulator, SplitSlot) for accumulator in accumulators)
 
@@ -131,7 +130,6 @@ class PartUpdate:
         return int(shape[0]) if shape.rank else None
 
     def dtype(self, position: int) -> tf.DType:
-        """The dtype of a variable."""
         return self._copy(position).dtype
 
     def _copy(self, position: int) -> tf.Variable:

@@ -122,7 +122,6 @@ class SplitSlot(Variable):
         return tf.reshape(self._gather([tf.reshape(part, [-1]) for part in self._parts], lengths), self._shape)
 
     def numpy(self) -> np.ndarray:
-        """Returns the whole value; see `read_value`."""
         return np.asarray(self.read_value().numpy())
 
     def assign(self, value: Any) -> Any:

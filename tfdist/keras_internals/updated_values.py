@@ -36,30 +36,24 @@ class UpdatedValue:
 
     @property
     def device(self) -> str:
-        """Where the variable is."""
         return str(self._held.device)
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype of the variable."""
         return self.value.dtype
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of the value."""
         return self.value.shape
 
     def assign(self, value: Any) -> None:
-        """Replaces the values."""
         self.value = tf.cast(value, self.dtype)
         self.is_written = True
 
     def assign_add(self, value: Any) -> None:
-        """Adds to the values."""
         self.assign(tf.convert_to_tensor(self) + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtracts from the values."""
         self.assign(tf.convert_to_tensor(self) - tf.cast(value, self.dtype))
 
     def scatter_sub(self, rows: tf.IndexedSlices) -> None:

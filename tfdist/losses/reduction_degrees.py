@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.losses.sample_axes import Rule, grows, is_whole, static, vector
 from tfdist.losses.sample_kinds import ZERO, Kind, function_of, mean_over_samples, product_of, unknown
 
-_RANDOM = (
+RANDOM = frozenset(
     "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal StatelessRandomNormalV2 "
     "StatelessRandomUniformV2 StatelessRandomUniformIntV2 StatelessTruncatedNormalV2 StatelessRandomNormal "
     "StatelessRandomUniform StatelessRandomUniformInt StatelessTruncatedNormal RandomGammaV2 "
@@ -91,8 +91,6 @@ def random(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         return unknown(kinds, axes)
     return Kind(frozenset(axes), blocks=0) if axes else function_of([Kind(), *kinds[1:]])
 
-
-RANDOM = frozenset(_RANDOM)
 
 _KERNEL_GRADIENTS = (
     "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Conv2DBackpropFilterV2".split()

@@ -53,7 +53,6 @@ class SelectableDataset(tf.data.Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """The structure of `tf.TypeSpec`s of the batches."""
         return self._built.element_spec
 
     def _inputs(self) -> list[Any]:
@@ -77,11 +76,9 @@ class SelectableDataset(tf.data.Dataset):
         return mapped
 
     def prefetch(self, buffer_size: Any, name: Any = None) -> tf.data.Dataset:
-        """Reads ahead; see `tf.data.Dataset.prefetch`."""
         return self._then(lambda dataset: dataset.prefetch(buffer_size, name))
 
     def with_options(self, options: Any, name: Any = None) -> tf.data.Dataset:
-        """Sets options; see `tf.data.Dataset.with_options`."""
         return self._then(lambda dataset: dataset.with_options(options, name))
 
     def _then(self, transform: Callable[[tf.data.Dataset], tf.data.Dataset]) -> "SelectableDataset":

@@ -241,7 +241,6 @@ class SplitValue:
 
     @property
     def device(self) -> str:
-        """The device of the first part."""
         return str(self.shards[0].device)
 
     @property
@@ -266,23 +265,18 @@ class SplitValue:
         raise NotImplementedError
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> "SplitValue":
-        """Assigns the parts of a complete value."""
         raise NotImplementedError
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> "SplitValue":
-        """Adds a complete value."""
         return self.assign(self.read_value() + tf.cast(value, self.dtype), *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> "SplitValue":
-        """Subtracts a complete value."""
         return self.assign(self.read_value() - tf.cast(value, self.dtype), *args, **kwargs)
 
     def value(self) -> tf.Tensor:
-        """Returns the complete value, as `tf.Variable.value` does."""
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
-        """Returns the complete value."""
         return np.concatenate([shard.numpy()[place] for _, place, shard in self.parts()], self.axis)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

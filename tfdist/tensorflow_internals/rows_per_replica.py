@@ -58,12 +58,10 @@ class RowsPerReplica(_PerReplica):  # type: ignore[misc, valid-type]
 
     @property
     def total(self) -> int | tf.Tensor:
-        """The number of samples of all replicas of all workers."""
         return self._total if self._counts is None else self._counts[-1]
 
     @property
     def samples(self) -> tuple[int | tf.Tensor, ...]:
-        """The numbers of samples of the local replicas."""
         if self._counts is None:
             return tuple(value.shape[0] for value in self.values)
         return tuple(self._counts[replica] for replica in range(len(self.values)))

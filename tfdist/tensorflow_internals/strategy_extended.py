@@ -266,7 +266,6 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
         return int(self._num_workers)
 
     @property

@@ -32,7 +32,6 @@ class GroupLauncher(CollectiveReplicaLauncher):
 
     @property
     def device(self) -> str:
-        """The device of this replica."""
         return str(self._device)
 
     @property
