@@ -8,8 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.layer_attributes import layers_inside
-from tfdist.keras_internals.layer_calls import LayerCall, initial_scope, replaced_calls
+from tfdist.keras_internals.layer_calls import LayerCall, initial_scope, layers_inside, replaced_calls
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One call of a layer in the graph of a model, and calls that are replaced while a function is traced."""
+"""Keras' layers: what they keep without a public name, a call in the graph of a model, and calls that are replaced."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,43 @@ from typing import Any
 import keras
 
 from tfdist.private_symbols import private
+
+
+def kernel_of(layer: Any) -> keras.Variable:
+    """Returns the variable of the kernel of a Dense or EinsumDense, whose `kernel` is a value that LoRA may change."""
+    return layer._kernel
+
+
+def table_of(embedding: Any) -> keras.Variable:
+    """Returns the variable of an embedding's table, whose `embeddings` is a value that LoRA may change."""
+    return embedding._embeddings
+
+
+def projections_of(attention: Any) -> list[Any]:
+    """Returns the layers of an attention whose results have an axis of heads: query, key, value and, if any, gate."""
+    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
+    return [vars(attention)[name] for name in names if name in vars(attention)]
+
+
+def output_projection_of(attention: Any) -> Any:
+    """Returns the layer of an attention that joins the heads."""
+    return attention._output_dense
+
+
+def dropout_of(attention: Any) -> Any:
+    """Returns the layer that drops scores of an attention."""
+    return attention._dropout_layer
+
+
+def is_rematerialized(layer: Any) -> bool:
+    """Whether a layer is computed again in the backward pass."""
+    return bool(getattr(layer, "_remat_mode", None))
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    """Returns the layers inside of a layer, also those inside of these, without the layer itself."""
+    return list(layer._flatten_layers(include_self=False))
+
 
 _operation_fn = private("keras.src.models.functional:operation_fn", "passes `training` to a layer, as a model does")
 

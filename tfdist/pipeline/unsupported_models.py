@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import overridden_method, overrides_compute_loss
 from tfdist.keras_internals.keras_updates import overridden_update
-from tfdist.keras_internals.layer_attributes import layers_inside
+from tfdist.keras_internals.layer_calls import layers_inside
 from tfdist.keras_internals.model_introspection import is_made_under
 from tfdist.keras_internals.placed_variables import optimizers_of
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
-from tfdist.keras_internals.layer_attributes import kernel_of
-from tfdist.keras_internals.layer_calls import LayerCall, replaced_calls
+from tfdist.keras_internals.layer_calls import LayerCall, kernel_of, replaced_calls
 from tfdist.pipeline.device_program import DeviceProgram
 from tfdist.pipeline.stage_functions import (
     StageFunction,
