@@ -152,12 +152,6 @@ def initial_scope(variables: Any, values: Any) -> Any:
 
     It collects losses.
     """
-    pairs = list(zip(variables, values, strict=True))
-    equal = [
-        (keras_variable, value) for keras_variable, value in pairs if tuple(keras_variable.shape) == tuple(value.shape)
-    ]
-    scope = keras.StatelessScope(equal, collect_losses=True)
-    for variable, value in pairs:
-        if tuple(variable.shape) != tuple(value.shape):
-            scope.add_update((variable, value))
+    scope = keras.StatelessScope(collect_losses=True)  # whose argument takes no other shapes
+    scope.state_mapping = {id(variable): value for variable, value in zip(variables, values, strict=True)}
     return scope

@@ -21,36 +21,31 @@ from tfdist.tensorflow_internals.python_function_results import copy_results_of_
 from tfdist.tensorflow_internals.rows_per_replica import patch_distributed_iterators
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
-# A later one is around an earlier one of the same attribute: losses around statements in scope.
-_PATCHES = (
-    copy_results_of_python_functions,
-    patch_graph_reset,
-    patch_distributed_iterators,
-    patch_merge_calls,
-    patch_statements_in_scope,
-    patch_losses,
-    patch_auto_jit_compile,
-    patch_compiled_calls,
-    patch_optimizers,
-    patch_optimizer_update_step,
-    patch_sharded_optimizers,
-    patch_variable_creation,
-    patch_embedding_layers,
-    patch_seed_generators,
-    patch_synchronized_moments,
-    patch_rematerialization,
-    patch_saving,
-    patch_trainer,
-    patch_predictions,
-    patch_loops_over_epochs,
-    patch_ends_of_loops,
-    patch_symbolic_build,
-    patch_progress_bar,
-)
-
 
 def patch_keras(strategy_class: type, hooks: StrategyHooks) -> None:
     """Makes Keras and TensorFlow ask strategies of a class for `hooks`. Strategies of TensorFlow are not affected."""
     register_hooks(strategy_class, hooks)
-    for install in _PATCHES:
-        install()
+    # A later one is around an earlier one of the same attribute: losses around statements in scope.
+    copy_results_of_python_functions()
+    patch_graph_reset()
+    patch_distributed_iterators()
+    patch_merge_calls()
+    patch_statements_in_scope()
+    patch_losses()
+    patch_auto_jit_compile()
+    patch_compiled_calls()
+    patch_optimizers()
+    patch_optimizer_update_step()
+    patch_sharded_optimizers()
+    patch_variable_creation()
+    patch_embedding_layers()
+    patch_seed_generators()
+    patch_synchronized_moments()
+    patch_rematerialization()
+    patch_saving()
+    patch_trainer()
+    patch_predictions()
+    patch_loops_over_epochs()
+    patch_ends_of_loops()
+    patch_symbolic_build()
+    patch_progress_bar()

@@ -14,7 +14,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import dispatch_context
 
 _COORDINATOR = "tensorflow.python.distribute.coordinator"
 
-_Queue = private(
+CoordinatorQueue = private(
     f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
     "gives scheduled functions to the threads of workers",
 )
@@ -105,7 +105,7 @@ def is_done(remote_value: Any) -> bool:
     return remote_value._has_fetched_to_local or remote_value._error is not None
 
 
-class _PreferringQueue(_Queue):  # type: ignore[misc, valid-type]
+class _PreferringQueue(CoordinatorQueue):  # type: ignore[misc, valid-type]
     """TensorFlow's queue, in which functions may have a preferred worker."""
 
     preferred: int | None = None  # of the functions that are added now

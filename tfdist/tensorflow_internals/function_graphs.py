@@ -66,12 +66,15 @@ PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 def called_graph(graph: Any, name: str) -> Any:
     """Returns the graph of the function `name` that an operation of `graph` calls, or `None`."""
+    functions = (_get_function(around, name) for around in graphs_around(graph))
+    return getattr(next((function for function in functions if function is not None), None), "graph", None)
+
+
+def graphs_around(graph: Any) -> Iterator[Any]:
+    """Yields a graph and those around it."""
     while graph is not None:
-        function = _get_function(graph, name)
-        if function is not None:
-            return getattr(function, "graph", None)
+        yield graph
         graph = getattr(graph, "outer_graph", None)
-    return None
 
 
 def operations_behind(
@@ -94,11 +97,7 @@ def captured_handles(ignored: str) -> set[int]:
     """
     handles: set[int] = set()
     for graph in [candidate for candidate in gc.get_objects() if isinstance(candidate, FuncGraph)]:
-        around, names = graph, []
-        while isinstance(around, FuncGraph):
-            names.append(around.name)
-            around = around.outer_graph
-        if not any(name.startswith(ignored) for name in names):
+        if not any(around.name.startswith(ignored) for around in graphs_around(graph) if isinstance(around, FuncGraph)):
             handles.update(map(id, graph.external_captures))
     return handles
 
@@ -144,7 +143,7 @@ def _release(graphs: "weakref.WeakSet[Any]") -> None:
     for name, registered in list(gradient_registry._registry.items()):
         if not name.startswith(_PREFIX):
             continue
-        if any(graph in graphs for tensor in _tensors_of(registered["type"]) for graph in _outward(tensor.graph)):
+        if any(graph in graphs for tensor in _tensors_of(registered["type"]) for graph in graphs_around(tensor.graph)):
             gradient_registry._registry.pop(name, None)
 
 
@@ -161,10 +160,3 @@ def _tensors_of(function: Any) -> Iterator[Any]:
             for cell in (inspect.isfunction(value) and value.__closure__) or ():
                 with contextlib.suppress(ValueError):  # the cell is empty
                     waiting.append(cell.cell_contents)
-
-
-def _outward(graph: Any) -> Iterator[Any]:
-    """Yields a graph and those around it."""
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private, private_attributes
+from tfdist.tensorflow_internals.cluster_coordinator import CoordinatorQueue
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveReplicaLauncher,
@@ -21,10 +22,6 @@ _INPUT = f"{_DISTRIBUTE}.input_lib"
 _COORDINATOR = f"{_DISTRIBUTE}.coordinator"
 
 _RemoteValue = private(f"{_COORDINATOR}.values:RemoteValueImpl", "the result of a scheduled function")
-_Queue = private(
-    f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
-    "gives scheduled functions to the threads of workers",
-)
 _PerReplica = private(f"{_DISTRIBUTE}.values:PerReplica", "holds the parts of a batch")
 
 
@@ -48,10 +45,6 @@ def _dataset() -> tf.data.Dataset:
 
 def _distributed() -> Any:
     return _mirrored().experimental_distribute_dataset(_dataset())
-
-
-def _from_function() -> Any:
-    return _mirrored().distribute_datasets_from_function(lambda _: _dataset())
 
 
 private_attributes(
@@ -139,7 +132,7 @@ private_attributes(
             "as for DistributedDataset",
         ),
     },
-    _from_function,
+    lambda: _mirrored().distribute_datasets_from_function(lambda _: _dataset()),
 )
 private_attributes(
     f"{_INPUT}:DistributedIterator()",
@@ -228,7 +221,7 @@ private_attributes(
         "_should_process_closures": "whether the coordinator ends",
         "_tagged_queue": "the functions of one worker",
     },
-    _Queue,
+    CoordinatorQueue,
 )
 # Of a cluster: only a test creates one.
 private_attributes(
