@@ -10,9 +10,11 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.inner_calls import InnerCall, InnerCalls, inner_calls
 from tfdist.keras_internals.layer_calls import (
+    InnerCall,
+    InnerCalls,
     LayerCall,
+    inner_calls,
     is_rematerialized,
     kernel_of,
     layers_inside,
