@@ -1,6 +1,6 @@
 """The update of what a replica owns by a Keras optimizer: parts of variables, or whole variables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -240,14 +240,14 @@ class OwnedUpdate(PartUpdate):
         """Calls the optimizer on each replica, also if it owns none, because Nadam counts in each update."""
         optimizer = self._optimizer
         variables = [optimizer._trainable_variables[position] for position in positions]
-        written = _WrittenVariables(_shared_state(optimizer))
+        written = _watched(_shared_state(optimizer))
         with parts_of_replica(self._local_replica), reduced_gradients(), without_merge_calls():
             optimizer._apply_weight_decay(variables)
             optimizer._backend_update_step(list(gradients), variables, optimizer.learning_rate)
-        if written.find():
+        if names := written():
             raise ValueError(
                 "An optimizer whose state is sharded updates each variable on one replica. Received: an update by "
-                f"{type(optimizer).__name__} that changes {written.find()[0]!r}, which belongs to no variable, so that "
+                f"{type(optimizer).__name__} that changes {names[0]!r}, which belongs to no variable, so that "
                 "it would differ between replicas. Expected: `update_step` changes the variable and slots from "
                 "`add_variable_from_reference` or `add_optimizer_variables`. Create the strategy without "
                 "`shard_optimizer_state`."
@@ -256,56 +256,46 @@ class OwnedUpdate(PartUpdate):
 
 def _shared_state(optimizer: Any) -> list[Any]:
     """Returns the variables of an optimizer that are not slots, except one that Keras changes equally everywhere."""
-    equal_variables = [getattr(optimizer, "_u_product", None)]
-    candidates = [*optimizer._variables, *(value for value in vars(optimizer).values())]
+    equal_everywhere = getattr(optimizer, "_u_product", None)
     return [
         candidate.value if isinstance(candidate, keras.Variable) else candidate
-        for candidate in candidates
+        for candidate in (*optimizer._variables, *vars(optimizer).values())
         if isinstance(candidate, keras.Variable | tf.Variable)
         and not isinstance(candidate, SplitSlot)
-        and not any(candidate is equal_variable for equal_variable in equal_variables)
+        and candidate is not equal_everywhere
     ]
 
 
-class _WrittenVariables:
-    """Finds those of some variables that operations change from the creation of this object on.
+def _watched(variables: Sequence[Any]) -> Callable[[], list[str]]:
+    """Returns a function that returns the names of those of some variables, which are small, that were changed since.
 
     In a graph by the operations that have been added to it and take a variable but do not read it, eagerly by the
-    values of the variables.
+    values of the variables, which may be distributed.
     """
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, FuncGraph):
+        pairs = [(variable, variable.numpy()) for variable in variables]
+        return lambda: [
+            variable.name for variable, before in pairs if not np.array_equal(variable.numpy(), before, equal_nan=True)
+        ]
+    first = len(graph.get_operations())
 
-    def __init__(self, variables: Sequence[Any]) -> None:
-        """Watches variables, also distributed ones, which are few and small."""
-        self._variables = list(variables)
-        self._graph = tf.compat.v1.get_default_graph()
-        self._operations = 0 if tf.executing_eagerly() else len(self._graph.get_operations())
-        self._values = [variable.numpy() for variable in self._variables] if tf.executing_eagerly() else []
+    def written() -> list[str]:
+        names = {id(part.handle): variable.name for variable in variables for part in _parts(variable)}
+        writers = [operation for operation in graph.get_operations()[first:] if operation.type not in _READS]
+        used = {id(tensor) for writer in writers for tensor in writer.inputs}
+        handles = [_outermost(held, graph.outer_graph) for held, inner in graph.captures if id(inner) in used]
+        return [names[id(handle)] for handle in handles if id(handle) in names]
 
-    def find(self) -> list[str]:
-        """Returns the names of the variables that were changed."""
-        if not isinstance(self._graph, FuncGraph):
-            pairs = zip(self._variables, self._values, strict=True)
-            return [one.name for one, value in pairs if not np.array_equal(one.numpy(), value, equal_nan=True)]
-        handles = {id(part.handle): one.name for one in self._variables for part in _parts(one)}
-        new = self._graph.get_operations()[self._operations :]
-        inputs = {id(tensor) for one in new if one.type not in _READS for tensor in one.inputs}
-        written = []
-        for inner, outer in _captures(self._graph):
-            if id(inner) in inputs and id(outer) in handles:
-                written.append(handles[id(outer)])
-        return written
+    return written
 
 
 def _parts(variable: Any) -> Sequence[Any]:
     return variable.values if isinstance(variable, tf.distribute.DistributedValues) else [variable]
 
 
-def _captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """The placeholders of a function's graph for resources, each with the tensor of the program that it stands for."""
-    return [(inner, _outermost(held, graph.outer_graph)) for held, inner in graph.captures]
-
-
 def _outermost(held: Any, graph: Any) -> Any:
+    """Returns the tensor of the program that a resource stands for which a function has captured."""
     while isinstance(graph, FuncGraph):
         outer = next((known for known, placeholder in graph.captures if placeholder is held), None)
         if outer is None:

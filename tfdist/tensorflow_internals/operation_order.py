@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.utils.temporary_values import setting
 
 _is_ordered = private(
     "tensorflow.python.framework.auto_control_deps:op_is_stateful", "tells which operations a function orders"
@@ -152,9 +153,27 @@ class _Tracing:
         # Ascending numbers of operations, and the replica that adds those from there on.
         self._turns = [(len(graph.get_operations()), _BETWEEN_REPLICAS)]
 
-    def next_replica(self) -> "_Replica":
+    @contextmanager
+    def next_replica(self) -> Iterator[None]:
+        """Is the part of a replica, which merge calls interrupt."""
+        number, context = self._replicas, tf.distribute.get_replica_context()
         self._replicas += 1
-        return _Replica(self, self._replicas - 1)
+        merge_call = context.merge_call
+
+        def merge(*args: Any, **kwargs: Any) -> Any:
+            self.take_turn(_BETWEEN_REPLICAS)
+            merged = merge_call(*args, **kwargs)
+            self.take_turn(number)
+            return merged
+
+        context.merge_call = merge  # this object is of this thread and call
+        self.take_turn(number)
+        try:
+            with setting(_graph_of_replicas, self.graph):
+                yield
+        finally:
+            del context.merge_call
+            self.take_turn(_BETWEEN_REPLICAS)
 
     def take_turn(self, replica: int) -> None:
         self._turns.append((len(self.graph.get_operations()), replica))
@@ -179,32 +198,6 @@ class _Tracing:
             with tf.control_dependencies(None), tf.device("CPU:0"):
                 after = tf.raw_ops.Assert(condition=True, data=["the replicas' operations have run"])
             _run_after(after, independent)
-
-
-class _Replica:
-    """The part of a replica in the tracing, which merge calls interrupt."""
-
-    def __init__(self, tracing: _Tracing, number: int) -> None:
-        self._tracing, self._number = tracing, number
-
-    def __enter__(self) -> None:
-        self._context = context = tf.distribute.get_replica_context()
-        merge_call = context.merge_call
-
-        def merge(*args: Any, **kwargs: Any) -> Any:
-            self._tracing.take_turn(_BETWEEN_REPLICAS)
-            merged = merge_call(*args, **kwargs)
-            self._tracing.take_turn(self._number)
-            return merged
-
-        context.merge_call = merge  # this object is of this thread and call
-        self._token = _graph_of_replicas.set(self._tracing.graph)
-        self._tracing.take_turn(self._number)
-
-    def __exit__(self, *_: Any) -> None:
-        _graph_of_replicas.reset(self._token)
-        del self._context.merge_call
-        self._tracing.take_turn(_BETWEEN_REPLICAS)
 
 
 def _run_after(operation: Any, earlier: Any) -> None:
