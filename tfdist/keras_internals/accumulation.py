@@ -45,7 +45,7 @@ class Accumulation:
     def update(self) -> OptimizerUpdate:
         """Returns an update of all trainable variables, for use in a replica context."""
         loss_scale = None if self._outer is self._optimizer else LossScale(self._outer)
-        return OptimizerUpdate(self._optimizer, self._trainable, loss_scale)
+        return OptimizerUpdate(self._optimizer, self._optimizer._trainable_variables, loss_scale)
 
     def leave_to_tfdist(self) -> None:
         """Prepares for tfdist's micro-steps after some of Keras' own; the step is traced again.
@@ -84,17 +84,13 @@ class Accumulation:
     def _micro_steps(self) -> int:
         return int(self._optimizer._iterations.numpy())
 
-    @property
-    def _trainable(self) -> list[Any]:
-        return list(self._optimizer._trainable_variables)
-
     def _add_accumulators(self) -> None:
         optimizer = self._optimizer
         variables_before = list(optimizer._variables)
         with self.strategy.scope(), keras.name_scope(optimizer.name):
             accumulators = [
                 optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
-                for variable in self._trainable
+                for variable in optimizer._trainable_variables
             ]
         optimizer._accumulated_gradients = accumulators
         # Keras creates them after the iterations, the learning rate and the averages, before the slots.

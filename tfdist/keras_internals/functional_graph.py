@@ -112,10 +112,8 @@ def flattened(
     followed by "/", `training` is the value that the code around it fixes; None for that of the step.
     """
     own_inputs = graph.function.inputs
-    tensors = {id(inner_tensor): outer_tensor for inner_tensor, outer_tensor in zip(own_inputs, inputs, strict=True)}
-    has_own_shapes = all(
-        inner_tensor.shape == outer_tensor.shape for inner_tensor, outer_tensor in zip(own_inputs, inputs, strict=True)
-    )
+    tensors = dict(zip(map(id, own_inputs), inputs, strict=True))
+    has_own_shapes = all(own.shape == taken.shape for own, taken in zip(own_inputs, inputs, strict=True))
     calls: list[LayerCall] = []
     for node, fixed in zip(graph.nodes, graph.trainings, strict=True):
         args, kwargs = with_tensors((node.arguments.args, node.arguments.kwargs), tensors)
@@ -130,10 +128,8 @@ def flattened(
         else:
             inner_calls, outputs = inner
             calls += inner_calls
-        tensors |= {
-            id(inner_tensor): outer_tensor for inner_tensor, outer_tensor in zip(node.outputs, outputs, strict=True)
-        }
-    return calls, [tensors[id(inner_tensor)] for inner_tensor in graph.function.outputs]
+        tensors |= dict(zip(map(id, node.outputs), outputs, strict=True))
+    return calls, [tensors[id(output)] for output in graph.function.outputs]
 
 
 def _calls_inside(

@@ -155,13 +155,8 @@ def open_files(callback: Any) -> list[Any]:
     """Returns the files that a callback of Keras has written to and not closed; each has a method `flush`."""
     if isinstance(callback, keras.callbacks.TensorBoard):
         return list(callback._writers.values())
-    if (
-        isinstance(callback, keras.callbacks.CSVLogger)
-        and callback.csv_file is not None
-        and not callback.csv_file.closed
-    ):
-        return [callback.csv_file]
-    return []
+    files = [callback.csv_file] if isinstance(callback, keras.callbacks.CSVLogger) else []
+    return [file for file in files if file is not None and not file.closed]
 
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -39,29 +39,23 @@ class ModelVariable:
 
 def model_variables(model: Any) -> list[ModelVariable]:
     """Returns all variables of `model`, except those of its metrics, each once."""
-    layer_variables: list[ModelVariable] = []
-    seen: set[int] = set()
+    unique: dict[int, ModelVariable] = {}
     listed = {id(part) for variable in model.variables for part in (variable, variable.value)}
     for position, layer in enumerate(model._flatten_layers()):
-        for kind, variables in (
-            (WEIGHT, layer._trainable_variables),
-            (STATE, layer._non_trainable_variables),
-            (SEED, [generator.state for generator in layer._seed_generators]),
+        # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
+        attributes = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
+        for kind, place, variables in (
+            (WEIGHT, "", layer._trainable_variables),
+            (STATE, "", layer._non_trainable_variables),
+            (SEED, "", [generator.state for generator in layer._seed_generators]),
+            (STATE, "own/", [variable for variable in attributes if id(variable) not in listed]),
         ):
             for index, variable in enumerate(variables):
-                if id(variable) not in seen:
-                    seen.add(id(variable))
-                    layer_variables.append(ModelVariable(kind, f"{position}.{type(layer).__name__}/{index}", variable))
-        # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
-        attribute_variables = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
-        for index, variable in enumerate(value for value in attribute_variables if id(value) not in listed):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                layer_variables.append(ModelVariable(STATE, f"{position}.{type(layer).__name__}/own/{index}", variable))
-    remaining_variables = [variable for variable in model.variables if id(variable) not in seen]
-    return layer_variables + [
-        ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(remaining_variables)
-    ]
+                key = f"{position}.{type(layer).__name__}/{place}{index}"
+                unique.setdefault(id(variable), ModelVariable(kind, key, variable))
+    remaining = [variable for variable in model.variables if id(variable) not in unique]
+    others = [ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(remaining)]
+    return [*unique.values(), *others]
 
 
 def components(strategy: Any, variable: Any) -> list[Any]:
@@ -97,11 +91,12 @@ def optimizers_of(model: Any) -> Iterator[Any]:
 
 def updating_optimizers(model: Any) -> list[Any]:
     """Returns those of `optimizers_of` that are built and update variables themselves, not by optimizers within."""
-    built_optimizers = [optimizer for optimizer in optimizers_of(model) if getattr(optimizer, "built", False)]
     return [
         optimizer
-        for optimizer in built_optimizers
-        if not hasattr(optimizer, "inner_optimizer") and not hasattr(optimizer, "optimizers")
+        for optimizer in optimizers_of(model)
+        if getattr(optimizer, "built", False)
+        and not hasattr(optimizer, "inner_optimizer")
+        and not hasattr(optimizer, "optimizers")
     ]
 
 

@@ -39,26 +39,18 @@ class PartUpdate:
         self._spans = [slots.layout.spans(position)[replica] for position in range(len(slots.layout.sizes))]
         self._sizes = slots.layout.sizes
         self._rounded = set(slots.exact_weights)
-        self._exact = {
-            position: exact.parts[local_replica]
-            for position, exact in slots.exact_weights.items()
-            if self._owns(position)
-        }
+        exact_weights = [(position, exact) for position, exact in slots.exact_weights.items() if self._owns(position)]
+        self._exact = {position: exact.parts[local_replica] for position, exact in exact_weights}
         units = [unit.positions for unit in slots.layout.units]
         number = min(len(units), _MOST_COMPUTATIONS)
         self._computations = {
-            unit_position: index * number // len(units) for index, unit in enumerate(units) for unit_position in unit
+            position: index * number // len(units) for index, unit in enumerate(units) for position in unit
         }
         #: The positions of the variables that have a gradient.
         self.positions = [self._optimizer._get_variable_index(variable) for variable in update.variables]
         present = set(self.positions)
         #: The positions of those of which the replica owns a part, in the order in which they are exchanged.
-        self.owned = [
-            unit_position
-            for unit in units
-            for unit_position in unit
-            if unit_position in present and self._owns(unit_position)
-        ]
+        self.owned = [position for unit in units for position in unit if position in present and self._owns(position)]
 
     @property
     def changed(self) -> list[int]:
@@ -195,10 +187,7 @@ class PartUpdate:
         if not optimizer.ema_overwrite_frequency:
             return values
         positions = list(averages)
-        present = [
-            values[averaged_position] if averaged_position in values else self.own_part(averaged_position)
-            for averaged_position in positions
-        ]
+        present = [values[place] if place in values else self.own_part(place) for place in positions]
         chosen = tf.cond(
             is_time_of_averages(optimizer),
             lambda: [tf.convert_to_tensor(averages[position]) for position in positions],

@@ -185,19 +185,13 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
             listed = keras.tree.flatten(callbacks or [])
             for callback in listed:
                 _restore(callback)  # after a `fit` that an exception has ended
-            paths = {
-                id(listed_callback): path
-                for listed_callback in listed
-                if (path := _path_of(listed_callback, _PATHS | _BACKUPS)) is not None
-            }
-            has_backups = any(_path_of(listed_callback, _BACKUPS) is not None for listed_callback in listed)
-            shared = share(strategy, list(paths.values()), has_backups)
-            muted = [
-                listed_callback for listed_callback in listed if paths.get(id(listed_callback)) in shared.elsewhere
-            ]
+            paths = {id(callback): _path_of(callback, _PATHS | _BACKUPS) for callback in listed}
+            has_backups = any(_path_of(callback, _BACKUPS) is not None for callback in listed)
+            shared = share(strategy, [path for path in paths.values() if path is not None], has_backups)
+            muted = [callback for callback in listed if paths[id(callback)] in shared.elsewhere]
             for callback in muted:
-                if _path_of(callback, _PATHS) is not None:
-                    _redirect(callback, paths[id(callback)])
+                if (path := _path_of(callback, _PATHS)) is not None:
+                    _redirect(callback, path)
             vars(callback_list)[_REDIRECTED] = shared, muted
         call(callbacks, add_history, add_progbar, model, **params)
 

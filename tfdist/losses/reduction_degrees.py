@@ -19,9 +19,8 @@ RANDOM = frozenset(
 def _reduction(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     operation, kind = tensor.op, kinds[0]
     if operation.type == "Prod" and kind.sizes is not None:
-        return (
-            unknown(kinds) if None in kind.sizes else Kind(degree=sum(size or 0 for size in kind.sizes if size != ZERO))
-        )
+        sizes = [size for size in kind.sizes if size != ZERO]
+        return unknown(kinds) if None in sizes else Kind(degree=sum(size or 0 for size in sizes))
     is_linear = operation.type in ("Sum", "Mean")
     rank, axes = operation.inputs[0].shape.rank, static(operation.inputs[1])
     if operation.inputs[1].op.type == "BroadcastGradientArgs":
@@ -160,22 +159,16 @@ def _einsum(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     labels = [term[next(iter(kind.axes))] if kind.axes else None for term, kind in zip(terms, kinds, strict=True)]
     outputs = [{place: right.index(label) for place, label in enumerate(term) if label in right} for term in terms]
     is_plain = all(len(set(term)) == len(term) for term in terms)
-    contracted = [None if label is None or label in right else label for label in labels]
-    return (
-        _contracted(tensor, kinds, [label and ord(label) for label in contracted], outputs)
-        if is_plain
-        else unknown(kinds)
-    )
+    if not is_plain:
+        return unknown(kinds)
+    contracted = [None if label is None or label in right else ord(label) for label in labels]
+    return _contracted(tensor, kinds, contracted, outputs)
 
 
 def _convolution(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    return (
-        product_of(kinds, {0})
-        if kinds[0].axes == {0}
-        else unknown(kinds)
-        if any(k.axes for k in kinds)
-        else product_of(kinds)
-    )
+    if kinds[0].axes == {0}:
+        return product_of(kinds, {0})
+    return unknown(kinds) if any(kind.axes for kind in kinds) else product_of(kinds)
 
 
 def _gradient_of_input(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:

@@ -61,11 +61,9 @@ def reshape(samples: int | None, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Ki
     shape, before = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape
     growing = [axis for axis, size in enumerate(sizes or ()) if grows(size)]
     if not kind.axes:
-        return (
-            unknown(kinds, growing)
-            if growing
-            else dataclasses.replace(kind, sizes=None if shape is None else kind.sizes)
-        )
+        if growing:
+            return unknown(kinds, growing)
+        return dataclasses.replace(kind, sizes=None if shape is None else kind.sizes)
     if len(kind.axes) > 1 or len(growing) > 1 or tensor.shape.rank is None:
         return unknown(kinds, growing[:1] or [0])
     if growing:

@@ -209,9 +209,16 @@ def random_operations(graph: Any) -> set[str]:
     return {node.name for node in definition.node if draws([node], frozenset())}
 
 
-def random_parts(dataset: Any) -> list[bool]:
-    """Returns which parts of the flattened elements depend on random numbers that threads draw in any order."""
-    return _random_parts(dataset, {})
+def random_parts(dataset: Any, known: dict[int, list[bool]] | None = None) -> list[bool]:
+    """Returns which parts of the flattened elements depend on random numbers that threads draw in any order.
+
+    `known` are the results for datasets of the same pipeline, by their ids.
+    """
+    known = {} if known is None else known
+    if id(dataset) not in known:
+        inputs = [random_parts(input_dataset, known) for input_dataset in dataset._inputs()]
+        known[id(dataset)] = _of_inputs(dataset, inputs)
+    return known[id(dataset)]
 
 
 def batches_may_be_arrays(dataset: Any) -> bool:
@@ -309,13 +316,6 @@ def _operations_of_graph(pipeline: list[Any]) -> Iterator[Any]:
         yield from tf.compat.v1.GraphDef.FromString(graph.numpy()).node
     except (tf.errors.OpError, TypeError, ValueError):
         return
-
-
-def _random_parts(node: Any, known: dict[int, list[bool]]) -> list[bool]:
-    if id(node) not in known:
-        inputs = [_random_parts(input_node, known) for input_node in node._inputs()]
-        known[id(node)] = _of_inputs(node, inputs)
-    return known[id(node)]
 
 
 def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
