@@ -38,9 +38,8 @@ from tfdist.tensorflow_internals.runtime import (
     tensorflow_has_started,
 )
 from tfdist.tensorflow_internals.strategy_extended import (
+    EqualOnAllReplicas,
     ReplicaMultiWorkerExtended,
-    equal_on_all_replicas,
-    is_equal_on_all_replicas,
 )
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison
@@ -240,7 +239,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over all replicas; see `ReplicatedStrategy.reduce`. Sends nothing if the values are equal already."""
-        if is_equal_on_all_replicas(value):
+        if isinstance(value, EqualOnAllReplicas):
             result = self.experimental_local_results(value)[0]
             is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
             return result * self.num_replicas_in_sync if is_sum else result
@@ -249,7 +248,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _wrap_results(self, results: Any) -> Any:
         # Keras would reduce each log over all workers again. `reduce` recognizes the wrapper and sends nothing.
         return tf.nest.map_structure(
-            lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
+            lambda value: EqualOnAllReplicas(list(self.experimental_local_results(value))), results
         )
 
     def _shares_of(self, balancing: LoadBalancing | None, shares: Sequence[float] | None) -> RowShares | None:

@@ -17,6 +17,7 @@ from tfdist.keras_internals.keras_symbols import (
     stateless_scope,
     supports_jit,
 )
+from tfdist.keras_internals.layer_calls import refilled
 from tfdist.keras_internals.model_introspection import bound_to
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import StrategyHooks, has_hooks, hooks_of, of_running_step
@@ -165,11 +166,8 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     updated: list[keras.Variable] = []
 
     def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        remaining = iter(tensors)
-        inner_args, inner_kwargs = keras.tree.map_structure(
-            lambda leaf: next(remaining) if is_symbolic(leaf) else leaf, (args, kwargs)
-        )
-        values = dict(zip(map(id, variables), remaining, strict=True))
+        inner_args, inner_kwargs = refilled((args, kwargs), is_symbolic, tensors)
+        values = dict(zip(map(id, variables), tensors[len(inputs) :], strict=True))
         for tensor, mask in zip(tensors, masks, strict=False):
             if mask is not None:
                 set_mask(tensor, mask)
@@ -205,8 +203,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
             set_mask(output, next(results))
     for variable, value in zip(updated, results, strict=True):
         scope.add_update((variable, value))
-    remaining = iter(outputs)
-    return list(keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, returned))
+    return list(refilled(returned, tf.is_tensor, outputs))
 
 
 class _GivenValues(keras.StatelessScope):

@@ -1,7 +1,7 @@
 """Keras' layers: what they keep without a public name, calls in the graph of a model and inside of a layer."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +105,12 @@ def with_tensors(structure: Any, values: Mapping[int, Any]) -> Any:
     return keras.tree.map_structure(
         lambda leaf: values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, structure
     )
+
+
+def refilled(structure: Any, is_replaced: Callable[[Any], bool], values: Iterable[Any]) -> Any:
+    """Returns a structure with `values`, in their order, in place of the leaves for which `is_replaced` is true."""
+    remaining = iter(values)
+    return keras.tree.map_structure(lambda leaf: next(remaining) if is_replaced(leaf) else leaf, structure)
 
 
 def signature_of(inputs: Sequence[Any], calls: Sequence[LayerCall], outputs: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ _INPUT = "tensorflow.python.distribute.input_lib"
 
 _Shuffle = private(f"{_OPS}.shuffle_op:_ShuffleDataset", "holds the seeds of a shuffle")
 _Random = private(f"{_OPS}.random_op:_RandomDataset", "holds the seeds of random numbers")
-_Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
+DistributedDataset = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
 _auto_shard = private(
     "tensorflow.python.distribute.input_ops:auto_shard_dataset", "decides whether the files of a dataset are sharded"
 )
@@ -135,7 +135,7 @@ def constant_batch_size(dataset: tf.data.Dataset) -> int | None:
 
 def user_datasets(dataset: Any) -> list[Any]:
     """Returns the datasets as the user created them, before they were distributed."""
-    return [dataset._original_dataset] if type(dataset) is _Distributed else parts_of_dataset(dataset)
+    return [dataset._original_dataset] if type(dataset) is DistributedDataset else parts_of_dataset(dataset)
 
 
 def pipeline_nodes(datasets: Iterable[Any]) -> Iterator[Any]:
@@ -289,7 +289,7 @@ def batch_size(dataset: Any) -> int | None:
 
 def parts_of_dataset(dataset: Any) -> list[Any]:
     """Returns the datasets of this process that iterators are created over."""
-    if type(dataset) is _Distributed:
+    if type(dataset) is DistributedDataset:
         return list(dataset._cloned_datasets)
     return list(dataset._datasets) if type(dataset) is _FromFunction else [dataset]
 
@@ -350,7 +350,7 @@ def skip_steps(dataset: Any, steps: int) -> Any | None:
         return distributed_alike(dataset, unread)
     if isinstance(dataset, tf.data.Dataset):
         return dataset.skip(steps)
-    if type(dataset) not in (_Distributed, _FromFunction):
+    if type(dataset) not in (DistributedDataset, _FromFunction):
         return None
     workers = dataset._input_workers
     parts = []
@@ -360,29 +360,16 @@ def skip_steps(dataset: Any, steps: int) -> Any | None:
     spec = tensorflow_spec(dataset._element_spec)
     arguments = {"components": parts, "element_spec": spec, "options": dataset._options}
     arguments["replica_order"] = dataset._replica_order
-    if type(dataset) is _Distributed:
+    if type(dataset) is DistributedDataset:
         arguments["enable_get_next_as_optional"] = dataset._enable_get_next_as_optional
     return _as_traced(type(dataset)(workers, dataset._strategy, **arguments), dataset)
-
-
-def distribute_worker_batches(
-    dataset: Any, batches: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, options: Any
-) -> Any:
-    """Returns the distributed dataset of `batches`, which one worker's replicas draw in turn.
-
-    TensorFlow shards `batches` over the input pipelines of `input_context`. `dataset` is that of global batches.
-    """
-    distributed = _Distributed(workers, strategy, batches, input_context=input_context, options=options)
-    distributed._original_dataset = dataset
-    distributed._cardinality = int(dataset.cardinality())
-    return distributed
 
 
 def distribute_shown_batches(
     dataset: Any, shown: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, replicas: int, options: Any
 ) -> Any:
     """Returns the distributed dataset of `dataset`, divided as TensorFlow does; its batches are drawn from `shown`."""
-    distributed = _Distributed(
+    distributed = DistributedDataset(
         workers,
         strategy,
         dataset,

@@ -87,9 +87,7 @@ class PlacedExtended(OneDeviceExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        shards = [
-            getattr(variable, "shards", ()) for variable in (var, *args)
-        ]  # of split variables, such as averages of weights
+        shards = [getattr(variable, "shards", ()) for variable in (var, *args)]  # of split variables, as their averages
         if shards[0] and len({len(parts) for parts in shards}) == 1:
             return [
                 self._update(part, fn, other_parts, kwargs, group) for part, *other_parts in zip(*shards, strict=True)
