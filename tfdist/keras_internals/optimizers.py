@@ -47,7 +47,7 @@ def unique_path(strategy: Any, variable: Any) -> str:
     raise AssertionError("unreachable")
 
 
-def trained_variables(strategy: Any, optimizer: Any) -> dict[str, Any]:
+def variables_by_path(strategy: Any, optimizer: Any) -> dict[str, Any]:
     """Returns the variables that an optimizer updates, by `unique_path`; an empty dict if it is not built."""
     return {unique_path(strategy, variable): variable for variable in getattr(optimizer, "_trainable_variables", ())}
 

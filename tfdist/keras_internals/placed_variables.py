@@ -44,11 +44,6 @@ def holding(values: Mapping[int, tuple[keras.Variable, tf.Variable]]) -> Iterato
             variable._value = held
 
 
-def compiled_optimizer(model: Any) -> Any:
-    """Returns the optimizer of a model; None if it was not compiled, or without one."""
-    return getattr(model, "optimizer", None)
-
-
 def optimizers_of(optimizer: Any) -> tuple[Any, Any]:
     """Returns the optimizer that updates the weights, and the `LossScaleOptimizer` around it or None."""
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

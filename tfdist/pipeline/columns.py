@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH
 from tfdist.keras_internals.placed_variables import (
-    compiled_optimizer,
     held_variable,
     hold,
     holding,
@@ -71,7 +70,7 @@ class Columns:
         for variable in stages.variables:
             self._move_to(variable, devices[stages.owner[id(variable)]], chief, moved)
         device_of = {identity_of(held_variable(one)): held_variable(one).device for one in stages.variables}
-        optimizer = compiled_optimizer(model)
+        optimizer = getattr(model, "optimizer", None)
         if optimizer is not None:
             shared = {id(one) for one in shared_optimizer_variables(optimizer)}
             for variable in optimizer_variables(optimizer):
@@ -95,7 +94,7 @@ class Columns:
 
         They follow assignments to the variable of the first column from outside of a step.
         """
-        optimizer = compiled_optimizer(model)
+        optimizer = getattr(model, "optimizer", None)
         of_optimizer = [] if optimizer is None else optimizer_variables(optimizer)
         shared = set() if optimizer is None else {id(one) for one in shared_optimizer_variables(optimizer)}
         self._variables = [*stages.variables, *(one for one in of_optimizer if id(one) not in shared)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable
+from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.pipeline.layer_costs import elements_of, layer_costs
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.pipeline.pipeline_schedule import most_held
@@ -70,7 +70,7 @@ def variable_bytes_by_device(model: Any) -> dict[str, int]:
     Args:
         model: A Keras model. Its copies in other columns, and the parts of split variables, count where they are.
     """
-    optimizer = compiled_optimizer(model)
+    optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     by_device: dict[str, int] = defaultdict(int)
     for variable in {id(variable): variable for variable in variables}.values():

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives.recorded_reduction import KeptGradients, Recorder
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.keras_internals.optimizers import trained_variables
+from tfdist.keras_internals.optimizers import variables_by_path
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
@@ -134,7 +134,7 @@ class WorkerSteps:
         total = 0.0
         for update in updates:
             for optimizer in optimizers_of(self._model):
-                variables = trained_variables(self._strategy, optimizer)
+                variables = variables_by_path(self._strategy, optimizer)
                 if set(update.paths) <= set(variables):
                     total += self._update_seconds(optimizer, update, [variables[path] for path in update.paths])
                     break

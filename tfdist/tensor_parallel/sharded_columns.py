@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, identity_of, optimizers_of
+from tfdist.keras_internals.placed_variables import held_variable, hold, identity_of, optimizers_of
 from tfdist.keras_internals.updated_values import GATHERING
 from tfdist.pipeline.columns import Columns, JointUpdate, MovedVariables, optimizer_variables
 from tfdist.pipeline.stages import ModelStages
@@ -61,7 +61,7 @@ class ShardedColumns(Columns):
 
     def _slots(self, model: Any) -> list[tuple[Any, str]]:
         """Returns the variables of the optimizer, each with the id of its weight if it is a new slot."""
-        optimizer = compiled_optimizer(model)
+        optimizer = getattr(model, "optimizer", None)
         slots = optimizer_variables(optimizer) if optimizer is not None else []
         return [(slot, self._weight_of_slot.get(identity_of(held_variable(slot)), "")) for slot in slots]
 

@@ -132,18 +132,6 @@ class ColumnVariable(ResourceVariable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.array(self.numpy(), dtype) if copy else np.asarray(self.numpy(), dtype)
 
-    def assign(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied(super().assign(*args, **kwargs))
-
-    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied(super().assign_add(*args, **kwargs))
-
-    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied(super().assign_sub(*args, **kwargs))
-
-    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
-        return self._copied(super()._restore_from_tensors(restored_tensors))
-
     def _copied(self, result: Any) -> Any:
         if ColumnVariable.follows and self.copies:
             value = self.read_value()
@@ -180,8 +168,10 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     return assign
 
 
-# The methods that assign rows, as optimizers do in the training loops of users.
-for _name in [name for name in dir(ResourceVariable) if name.startswith(("scatter_", "batch_scatter_"))]:
+_ASSIGNMENTS = ("assign", "assign_add", "assign_sub", "_restore_from_tensors")
+# Some assign rows, as optimizers do in the training loops of users.
+_OF_ROWS = [name for name in dir(ResourceVariable) if name.startswith(("scatter_", "batch_scatter_"))]
+for _name in (*_ASSIGNMENTS, *_OF_ROWS):
     setattr(ColumnVariable, _name, _followed(getattr(ResourceVariable, _name)))
 
 
