@@ -12,6 +12,9 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper
 from tfdist.utils.temporary_values import setting_attributes
 
+_ACCURACIES = (keras.metrics.SparseCategoricalAccuracy, keras.metrics.CategoricalAccuracy)
+_CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
+
 
 def has_compiled_loss(model: Any) -> bool:
     """Whether a batch has a loss beside those of layers, from `compile(loss=...)` or the model's `compute_loss`."""
@@ -81,10 +84,6 @@ def update_loss_metrics(model: Any, loss: tf.Tensor, of_outputs: list[tf.Tensor]
     metrics = [] if model._compile_loss is None else model._compile_loss.metrics
     for metric, value in zip(metrics, of_outputs, strict=bool(of_outputs)):
         metric.update_state(value, sample_weight=tf.nest.flatten(y_pred)[0].shape[0])
-
-
-_ACCURACIES = (keras.metrics.SparseCategoricalAccuracy, keras.metrics.CategoricalAccuracy)
-_CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 
 
 def losses_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count: int) -> list[tuple[list[int], Any]]:

@@ -13,6 +13,7 @@ from tfdist.keras_internals.layer_calls import LayerCall, signature_of, with_ten
 from tfdist.private_symbols import private
 
 Functional = private("keras.src.models.functional:Functional", "its graph of layers is cut into stages")
+_unpack_singleton = private("keras.src.models.functional:unpack_singleton", "the result of a model with one output")
 
 
 class DifferentInTraining(ValueError):
@@ -248,9 +249,6 @@ def _called(operation: Any, args: tuple[Any, ...], path: str, calls: list[LayerC
     result = operation.compute_output_spec(*args)
     calls.append(LayerCall(operation, args, {}, (result,), path))
     return result
-
-
-_unpack_singleton = private("keras.src.models.functional:unpack_singleton", "the result of a model with one output")
 
 
 class FunctionalGraph:

@@ -48,6 +48,10 @@ _STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_should_write_train_graph",
     ),
 }
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_READ_SECONDS = 0.5  # how often a moving bar reads the counters
+# Older versions of the bar turn each value into a plain number, which cannot show its unit.
+_LABEL = "sent" if has_reached("keras", "3.12") else "sent_bytes_per_step"
 
 
 @patch
@@ -157,12 +161,6 @@ def open_files(callback: Any) -> list[Any]:
         return list(callback._writers.values())
     files = [callback.csv_file] if isinstance(callback, keras.callbacks.CSVLogger) else []
     return [file for file in files if file is not None and not file.closed]
-
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_READ_SECONDS = 0.5  # how often a moving bar reads the counters
-# Older versions of the bar turn each value into a plain number, which cannot show its unit.
-_LABEL = "sent" if has_reached("keras", "3.12") else "sent_bytes_per_step"
 
 
 class BytesPerStep(float):

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 
+# The attributes of a layer's instance exist since Keras 3.10; they cannot be looked up in its class.
+
 
 def kernel_of(layer: Any) -> keras.Variable:
     """Returns the variable of the kernel of a Dense or EinsumDense, whose `kernel` is a value that LoRA may change."""

@@ -31,6 +31,11 @@ from tfdist.utils.temporary_values import setting
 from tfdist.utils.weak_identity_map import WeakIdentityMap
 
 _paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+_loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
+# Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
+LARGE_UPDATE = 200_000
+_reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
+_of_stock_strategies: WeakIdentityMap[UpdateHooks] = WeakIdentityMap()
 
 
 def unique_path(strategy: Any, variable: Any) -> str:
@@ -50,9 +55,6 @@ def unique_path(strategy: Any, variable: Any) -> str:
 def variables_by_path(strategy: Any, optimizer: Any) -> dict[str, Any]:
     """Returns the variables that an optimizer updates, by `unique_path`; an empty dict if it is not built."""
     return {unique_path(strategy, variable): variable for variable in getattr(optimizer, "_trainable_variables", ())}
-
-
-_loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
 
 
 def current_loss_scale() -> "LossScale | None":
@@ -98,12 +100,6 @@ def apply_scaled(optimizer: Any, grads: Sequence[Any], trainable_variables: Any 
         optimizer.built = True
     with setting(_loss_scale, LossScale(optimizer)):
         optimizer.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
-
-
-# Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
-LARGE_UPDATE = 200_000
-
-_reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
 
 def reduced_gradients() -> contextlib.AbstractContextManager[None]:
@@ -277,9 +273,6 @@ def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
     # A new thread is in no scope and no replica context, and traces nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(build).result()
-
-
-_of_stock_strategies: WeakIdentityMap[UpdateHooks] = WeakIdentityMap()
 
 
 def update_hooks(optimizer: Any) -> UpdateHooks | None:

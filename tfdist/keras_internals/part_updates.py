@@ -22,6 +22,7 @@ from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on
 Parts = Mapping[int, tf.Tensor]
 
 _MOST_COMPUTATIONS = 16  # XLA takes 30 to 50 ms to compile one.
+_READS = ("ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp")
 
 
 class PartUpdate:
@@ -194,9 +195,6 @@ class PartUpdate:
             lambda: present,
         )
         return dict(zip(positions, chosen, strict=True))
-
-
-_READS = ("ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp")
 
 
 class OwnedUpdate(PartUpdate):

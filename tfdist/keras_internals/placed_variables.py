@@ -15,6 +15,10 @@ from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 from tfdist.utils.temporary_values import setting
 
+_CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+_numbers = itertools.count()
+_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
+
 
 def held_variable(variable: keras.Variable) -> tf.Variable:
     """Returns the `tf.Variable` that holds the value of a variable, regardless of the active scope."""
@@ -56,11 +60,6 @@ def shared_optimizer_variables(optimizer: Any) -> list[keras.Variable]:
     rate = getattr(inner, "_learning_rate", None)
     shared = [inner._iterations, *([rate] if isinstance(rate, keras.Variable) else [])]
     return shared if outer is None else [*shared, *outer._variables]
-
-
-_CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
-_numbers = itertools.count()
-_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
 
 
 class NewValue:

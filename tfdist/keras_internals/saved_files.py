@@ -24,8 +24,20 @@ _saving = private("keras.src.saving:saving_lib", "writes a model into memory bef
 _hdf5 = private("keras.src.legacy.saving:legacy_h5_format", "writes `.h5` files")
 _files = private("keras.src.utils:file_utils", "creates directories for `ModelCheckpoint`")
 _prompts = private("keras.src.utils:io_utils", "asks before it overwrites a file")
+_TrackableSaver = private(
+    "tensorflow.python.checkpoint.checkpoint:TrackableSaver", "writes the files of `tf.train.Checkpoint`"
+)
+_saved_model = private("tensorflow.python.saved_model:save", "writes SavedModels")
+
 # Takes a path, yields another one, and moves what was written there.
 Replacing = Callable[[str], AbstractContextManager[str]]
+
+# The attributes with the paths. `ModelCheckpoint` is not here: it saves models, as a program does.
+_PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
+_BACKUPS = {keras.callbacks.BackupAndRestore: "backup_dir"}
+_FIT = inspect.unwrap(keras.Model.fit).__code__
+_WRAPPERS = 6  # more than there are around the list of callbacks
+_REDIRECTED = "_tfdist_redirected"
 
 
 @patch
@@ -87,14 +99,8 @@ def patch_saving() -> None:
         return not is_elsewhere and bool(stock(model))
 
 
-_TrackableSaver = private(
-    "tensorflow.python.checkpoint.checkpoint:TrackableSaver", "writes the files of `tf.train.Checkpoint`"
-)
-_saved_model = private("tensorflow.python.saved_model:save", "writes SavedModels")
-
-
 @patch
-def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str]]) -> None:
+def patch_checkpoint_files(replacing: Replacing) -> None:
     """Makes TensorFlow write eager checkpoints and SavedModels to a path beside the given one, and then replace it.
 
     Call this once in a process that is one of several workers.
@@ -131,14 +137,6 @@ def _creation(variable: Any) -> int:
     """
     number = str(variable._unique_id).rpartition("_")[2]
     return int(number) if number.isdecimal() else 0
-
-
-# The attributes with the paths. `ModelCheckpoint` is not here: it saves models, as a program does (`saved_files`).
-_PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
-_BACKUPS = {keras.callbacks.BackupAndRestore: "backup_dir"}
-_FIT = inspect.unwrap(keras.Model.fit).__code__
-_WRAPPERS = 6  # more than there are around the list of callbacks
-_REDIRECTED = "_tfdist_redirected"
 
 
 class SharedPaths(NamedTuple):

@@ -14,6 +14,13 @@ RANDOM = frozenset(
     "StatelessRandomUniform StatelessRandomUniformInt StatelessTruncatedNormal RandomGammaV2 "
     "StatelessRandomUniformFullIntV2".split()
 )
+_KERNEL_GRADIENTS = (
+    "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Conv2DBackpropFilterV2".split()
+)
+_INPUT_GRADIENTS = (
+    "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput Conv2DBackpropInputV2".split()
+)
+_CONVOLUTIONS = "Conv2D Conv3D DepthwiseConv2dNative".split()
 
 
 def _reduction(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -89,15 +96,6 @@ def random(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     if len(axes) > 1 or sizes is None:
         return unknown(kinds, axes)
     return Kind(frozenset(axes), blocks=0) if axes else function_of([Kind(), *kinds[1:]])
-
-
-_KERNEL_GRADIENTS = (
-    "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Conv2DBackpropFilterV2".split()
-)
-_INPUT_GRADIENTS = (
-    "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput Conv2DBackpropInputV2".split()
-)
-_CONVOLUTIONS = "Conv2D Conv3D DepthwiseConv2dNative".split()
 
 
 def _contracted(

@@ -16,6 +16,16 @@ from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph, gradient_registry
 
 _KERAS_FUNCTIONS = ("ops", "backend", "random", "utils")  # which programs call, too
+_SymbolicTensor = private("tensorflow.python.framework.ops:SymbolicTensor", "a tensor of a graph")
+_get_function = private(
+    "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
+)
+
+CONDITIONS = frozenset({"If", "StatelessIf"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_PREFIX = "CustomGradient-"  # of the names under which they are registered
+_graphs_of: weakref.WeakKeyDictionary[Any, "weakref.WeakSet[Any]"] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -53,15 +63,6 @@ def describe(value: Any) -> str:
 def is_symbolic(value: Any) -> bool:
     """Whether `value` is a dense tensor of a graph, whose origin can be followed."""
     return isinstance(value, tf.Tensor) and hasattr(value, "graph") and not hasattr(value, "numpy")
-
-
-_get_function = private(
-    "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
-)
-
-CONDITIONS = frozenset({"If", "StatelessIf"})
-LOOPS = frozenset({"While", "StatelessWhile"})
-PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 
 def called_graph(graph: Any, name: str) -> Any:
@@ -117,12 +118,6 @@ def call_with(handles: Collection[tf.Tensor], graph: tf.Graph, first: int) -> st
             if any(id(tensor) in inner for tensor in operation.inputs):
                 return user_line(operation.outputs[0]) if operation.outputs else operation.name
     return None
-
-
-_SymbolicTensor = private("tensorflow.python.framework.ops:SymbolicTensor", "a tensor of a graph")
-_PREFIX = "CustomGradient-"  # of the names under which they are registered
-
-_graphs_of: weakref.WeakKeyDictionary[Any, "weakref.WeakSet[Any]"] = weakref.WeakKeyDictionary()
 
 
 def release_with(owner: Any) -> None:

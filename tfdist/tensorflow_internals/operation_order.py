@@ -19,6 +19,18 @@ _resources_of = private(
 )
 
 _LEFT_UNORDERED = "_independent_side_effects"
+_autograph_status = private(
+    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx", "whether AutoGraph converts what is being traced"
+)
+_with_autograph = private(
+    "tensorflow.python.autograph.impl.api:tf_convert", "lets AutoGraph convert a function that replicas call"
+)
+_LOOPS = tuple(
+    private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a loop, where no sum may be")
+    for name in ("WhileBodyFuncGraph", "WhileCondFuncGraph")
+)
+_BETWEEN_REPLICAS = -1
+_graph_of_replicas: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_graph_of_replicas", default=None)
 
 
 def leave_unordered(operation: Any) -> None:
@@ -61,21 +73,6 @@ def independent_calls() -> Iterator[None]:
     for operation in graph.get_operations()[before:]:
         if operation.type == "StatefulPartitionedCall" and is_in_common_order(operation):
             manager.run_independently(operation)
-
-
-_autograph_status = private(
-    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx", "whether AutoGraph converts what is being traced"
-)
-_with_autograph = private(
-    "tensorflow.python.autograph.impl.api:tf_convert", "lets AutoGraph convert a function that replicas call"
-)
-_LOOPS = tuple(
-    private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a loop, where no sum may be")
-    for name in ("WhileBodyFuncGraph", "WhileCondFuncGraph")
-)
-
-_BETWEEN_REPLICAS = -1
-_graph_of_replicas: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_graph_of_replicas", default=None)
 
 
 def reject_loop_in_replica() -> None:
@@ -208,6 +205,10 @@ def _run_after(operation: Any, earlier: Any) -> None:
 
 def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
     """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar on `host`.
+
+    TensorFlow executes what is ready in any order. So it may read a clock that waits for some tensors long after these
+    are there, and first compute what uses them: once it has learned how long operations take, it does so in each step,
+    if it has one thread. Nothing is timed unless it waits for the clock (`after_clocks`).
 
     `ready` are tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
     """

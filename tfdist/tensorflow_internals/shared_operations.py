@@ -25,6 +25,7 @@ _LARGEST_CONSTANT_BYTES = 256
 _current: contextvars.ContextVar["_Shared | None"] = contextvars.ContextVar("tfdist_shared_operations", default=None)
 _free: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_free_constants", default=None)
 _active: "list[_Shared]" = []
+_FUNCTIONS = "_tfdist_shared_functions"
 
 
 @contextmanager
@@ -137,9 +138,6 @@ def patch_graphs() -> None:
                 if active.graph is self:
                     active.forget_reads(handles)
         return operation
-
-
-_FUNCTIONS = "_tfdist_shared_functions"
 
 
 class _OtherDeviceError(Exception):

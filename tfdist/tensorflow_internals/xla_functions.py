@@ -47,6 +47,18 @@ _FLOATS = {
 _CPU_FILE, _CPU_FLAGS = "/proc/cpuinfo", ("flags", "Features")
 _other_cpus: tuple[int, ...] = ()  # workers whose CPUs differ from that of worker 0
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
+_FUNCTION = "tensorflow.python.eager.polymorphic_function"
+_in_xla_context = private(
+    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
+    "whether a function is being traced that XLA will compile",
+)
+_convert = private("tensorflow.python.autograph.impl.api:convert", "traces Python's conditions as functions do")
+_ag_ctx = private("tensorflow.python.autograph.core:ag_ctx", "whether it does so")
+_Target = private(f"{_FUNCTION}.tf_method_target:TfMethodTarget", "the object of a decorated method")
+_Function = private(
+    f"{_FUNCTION}.polymorphic_function:Function",
+    "keeps in `_jit_compile` and `_autograph` how a decorated method is traced",
+)
 
 
 class CannotCompileError(Exception):
@@ -238,20 +250,6 @@ def patch_random_numbers() -> None:
         mantissas = tf.cast(bits & tf.constant(mantissa, tf.uint32), integer)
         ones = tf.bitcast(mantissas | tf.constant(one, integer), dtype)  # from 1 to 2
         return ones - tf.cast(1, dtype)
-
-
-_FUNCTION = "tensorflow.python.eager.polymorphic_function"
-_in_xla_context = private(
-    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
-    "whether a function is being traced that XLA will compile",
-)
-_convert = private("tensorflow.python.autograph.impl.api:convert", "traces Python's conditions as functions do")
-_ag_ctx = private("tensorflow.python.autograph.core:ag_ctx", "whether it does so")
-_Target = private(f"{_FUNCTION}.tf_method_target:TfMethodTarget", "the object of a decorated method")
-_Function = private(
-    f"{_FUNCTION}.polymorphic_function:Function",
-    "keeps in `_jit_compile` and `_autograph` how a decorated method is traced",
-)
 
 
 def python_function_of(function: Any) -> Any:
