@@ -179,7 +179,8 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
         results = _tensors(returned)
         updates = [] if inner is None else inner.updates()
         updated[:] = [variable for variable, _ in updates]
-        return [*results, *_masks(results), *(tf.stop_gradient(value) for _, value in updates)]
+        inner_masks = [mask for mask in map(get_mask, results) if mask is not None]
+        return [*results, *inner_masks, *(tf.stop_gradient(value) for _, value in updates)]
 
     before = [(list(flat_layer._losses), set(flat_layer._loss_ids)) for flat_layer in layers]
     read = layer.trainable_variables if layer is not None and scope is None else []
@@ -262,7 +263,3 @@ def _can_leave(output: Any) -> bool:
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
     return [leaf for leaf in keras.tree.flatten(structure) if tf.is_tensor(leaf)]
-
-
-def _masks(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return [mask for mask in map(get_mask, tensors) if mask is not None]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.keras_internals.layer_calls import LayerCall, signature_of, with_tensors
@@ -36,12 +35,6 @@ class CallGraph:
     def nodes(self) -> list[Any]:
         """Keras' nodes, in an order in which they can be computed."""
         return _nodes(self.function)
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Variables among the arguments of calls."""
-        leaves = [keras.tree.flatten((node.arguments.args, node.arguments.kwargs)) for node in self.nodes]
-        return [leaf for of_node in leaves for leaf in of_node if isinstance(leaf, keras.Variable)]
 
 
 def own_graph(model: Any) -> CallGraph | None:
@@ -165,7 +158,9 @@ def _calls_inside(
         ]
         masks = [] if kwargs.get("mask") is None else keras.tree.flatten(kwargs["mask"])
         inputs = [_masked(*pair, path, conversions) for pair in itertools.zip_longest(inputs, masks)]
-    if graph.variables and operation.compute_dtype != operation.variable_dtype:
+    arguments = keras.tree.flatten([(node.arguments.args, node.arguments.kwargs) for node in graph.nodes])
+    has_variables = any(isinstance(leaf, keras.Variable) for leaf in arguments)
+    if has_variables and operation.compute_dtype != operation.variable_dtype:
         return None  # the call of the model casts variables that its operations take
     if operation._remat_mode and not all(node.operation._remat_mode for node in graph.nodes):
         return None  # the model is rematerialized as a whole
@@ -258,19 +253,15 @@ class FunctionalGraph:
         calls: The calls, in an order in which they can be computed.
         inputs: The symbolic inputs.
         outputs: The symbolic outputs.
+        flat_inputs: Returns the tensors of data in the order of `inputs`, with their dtypes and ranks.
     """
 
-    def __init__(self, graph: CallGraph, standardize: Callable[[Any], list[Any]]) -> None:
-        """Creates the graph; `standardize` returns a batch's inputs, tensors, in the order of the graph's inputs."""
+    def __init__(self, graph: CallGraph, flat_inputs: Callable[[Any], list[Any]]) -> None:
         self._graph = graph  # keeps the symbolic tensors alive, whose ids are used
         self.inputs: Sequence[Any] = list(graph.function.inputs)
         self.calls, outputs = flattened(graph, self.inputs)
         self.outputs: Sequence[Any] = outputs
-        self._standardize = standardize
-
-    def flat_inputs(self, x: Any) -> list[tf.Tensor]:
-        """Returns the tensors of the data `x` in the order of `inputs`, with their dtypes and ranks."""
-        return self._standardize(x)
+        self.flat_inputs = flat_inputs
 
     def packed_outputs(self, outputs: Sequence[Any]) -> Any:
         """Returns the structure that a call of the model returns."""

@@ -119,61 +119,6 @@ def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
 _warned: set[str] = set()
 
 
-class LossWarnings:
-    """Each warning is given once in a process."""
-
-    def of_unknown_loss(self, tensor: tf.Tensor, *, is_part: bool) -> None:
-        """Warns that a loss is not linear in the samples, or cannot be followed."""
-        meant = "a part of the loss, because it contains one" if is_part else "a mean over the replica's samples"
-        self._warn(
-            "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
-            f"losses may not add up to that of one process. It counts as {meant}. Received: {describe(tensor)}. "
-            "Expected: means (`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the "
-            "replica's samples to "
-            "`tfdist.training.scale_loss_for_distribution` in that line, and combine the result by sums and constant "
-            "factors only."
-        )
-
-    def of_eager_loss(self) -> None:
-        """Warns that a loss is computed eagerly by other means than those of Keras."""
-        self._warn(
-            "A step computes a loss eagerly and not by the losses of Keras alone, so tfdist cannot see whether it is a "
-            "mean over the replica's samples, and its gradients may not add up to those of one process. "
-            "Received: run_eagerly=True. Expected: a traced step, or a scaled loss. Compile with `run_eagerly=False`, "
-            "or pass each mean to `tfdist.training.scale_loss_for_distribution`, and the losses to `tape.gradient` in "
-            "a list."
-        )
-
-    def of_ambiguous_constant(self, tensor: tf.Tensor) -> None:
-        """Warns that a sum over the samples is divided by a number that may be, or contain, the number of samples.
-
-        Keras itself divides by the number of samples, as for `activity_regularizer`.
-        """
-        if is_of_keras(tensor):
-            return
-        self._warn(
-            "A sum over the samples is divided by a number that equals the number of a replica's samples, or a "
-            "multiple of it, so tfdist cannot see whether a mean or a sum is meant: an equal number counts as the "
-            f"mean, a multiple as the sum. Received: {describe(tensor)}. Expected: `tf.reduce_mean`, or a division "
-            "by `tf.shape(x)[0]`, for a mean."
-        )
-
-    def of_division_by_replicas(self, tensor: tf.Tensor, replicas: int, *, is_scaled: bool) -> None:
-        """Warns that a mean is divided by the number of replicas, which was not read from the strategy."""
-        meant = "a mean that is scaled for them" if is_scaled else "a mean of this size in one process, too"
-        self._warn(
-            f"A loss of the program multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
-            f"scales means itself, and takes this for {meant}. Received: {describe(tensor)}. Expected: the loss of one "
-            "process. If the factor stands for the number of replicas, remove it, or write "
-            "`loss / strategy.num_replicas_in_sync`."
-        )
-
-    def _warn(self, message: str) -> None:
-        if message not in _warned:
-            _warned.add(message)
-            warnings.warn(message, stacklevel=5)
-
-
 class LossStep:
     """How the losses of a step on one of several parts of a batch are scaled.
 
@@ -202,7 +147,6 @@ class LossStep:
     fraction: Any = 1
     sum_scale: Any = 1
     _degrees: SampleDegrees | None = None
-    _warnings = LossWarnings()
 
     @property
     def samples_are_static(self) -> bool:
@@ -300,7 +244,7 @@ class LossStep:
             return scale
         guess = self.sum_scale if is_of_samples else self._guess(term)
         if not self._is_alone:
-            self._warnings.of_unknown_loss(term.tensor, is_part=is_one(guess))
+            _warn_of_unknown_loss(term.tensor, is_part=is_one(guess))
         return guess
 
     def _guess(self, term: Term) -> Any:
@@ -317,18 +261,14 @@ class LossStep:
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part, as far as it can be followed."""
-        mean = self.mean_if_known(value)
-        if mean is not None:
-            return mean
-        if not is_symbolic(value) or self._degrees is None:
-            return value
-        terms = loss_terms(value, self._degrees)
-        scales = [self.scale_of(term) for term in terms]
-        scales = [self._guess(term) if scale is None else scale for term, scale in zip(terms, scales, strict=True)]
-        return divided(self._part_of(value, terms, scales), self.mean_scale)
+        mean = self.mean_if_known(value, guesses=True)
+        return value if mean is None else mean
 
-    def mean_if_known(self, value: Any) -> Any:
-        """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed."""
+    def mean_if_known(self, value: Any, *, guesses: bool = False) -> Any:
+        """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed.
+
+        If it `guesses`, a term that cannot be followed counts as in `as_part`.
+        """
         if not is_symbolic(value) or self._degrees is None:
             degree = self.degree(value)
             part = times(value, self.sum_scale) if degree == 1 else None
@@ -337,6 +277,8 @@ class LossStep:
         if all(term.is_mean for term in terms):
             return value
         scales = [self.scale_of(term) for term in terms]
+        if guesses:
+            scales = [self._guess(term) if scale is None else scale for term, scale in zip(terms, scales, strict=True)]
         if any(scale is None for scale in scales):
             return None
         return divided(self._part_of(value, terms, scales), self.mean_scale)
@@ -363,7 +305,7 @@ class LossStep:
             return None
         if not all(is_symbolic(target) for target in targets):
             if any(self.degree(target) is None for target in targets):
-                self._warnings.of_eager_loss()
+                _warn_of_eager_loss()
             return None
         if gradients is None:
             terms = [term for target in targets for term in self._terms(target)]
@@ -389,7 +331,7 @@ class LossStep:
         """Warns if values that a loss of Keras adds up depend on several samples, as those of a contrastive loss."""
         if self.has_own_loss and not self._is_alone and self._degrees is not None and is_symbolic(values):
             if self._degrees.kind(values).degree is None:
-                self._warnings.of_unknown_loss(values, is_part=False)
+                _warn_of_unknown_loss(values, is_part=False)
 
     @property
     def _is_alone(self) -> bool:
@@ -400,13 +342,13 @@ class LossStep:
         assert self._degrees is not None
         terms = loss_terms(loss, self._degrees)
         while self._degrees.ambiguous:
-            self._warnings.of_ambiguous_constant(self._degrees.ambiguous.pop())
+            _warn_of_ambiguous_constant(self._degrees.ambiguous.pop())
         strategy = tf.distribute.get_strategy()
         replicas = int(strategy.num_replicas_in_sync)
         anywhere = getattr(strategy, "has_read_number", False)
         for index, term in enumerate(terms):
             if replicas > 1 and term.is_mean and divides_by(term.tensor, replicas, anywhere=anywhere):
-                self._warnings.of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
+                _warn_of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
                 terms[index] = dataclasses.replace(term, replicas=-1 if self.has_read_number else 0)
         return terms
 
@@ -421,7 +363,7 @@ class LossStep:
                 return self.mark_scaled(loss)
             is_doubtful = self._degrees is not None and is_scalar(loss) and tf.is_tensor(loss)
             if is_doubtful and not (is_certain or self._is_alone):
-                self._warnings.of_eager_loss()
+                _warn_of_eager_loss()
             scale = self.mean_scale if is_mean else 1
             if not is_scalar(loss):
                 scale = self.sum_scale if self.holds_samples(loss) else self.mean_scale
@@ -437,3 +379,60 @@ def _gradient(term: Term, scale: Any, user_gradient: Any) -> tf.Tensor:
     """Returns the gradient of the loss with respect to a term's tensor, from the one that the user's code passes."""
     scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
     return tf.broadcast_to(scale, tf.shape(term.tensor)) if user_gradient is None else times(user_gradient, scale)
+
+
+def _warn_of_unknown_loss(tensor: tf.Tensor, *, is_part: bool) -> None:
+    """Warns that a loss is not linear in the samples, or cannot be followed."""
+    meant = "a part of the loss, because it contains one" if is_part else "a mean over the replica's samples"
+    _warn(
+        "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
+        f"losses may not add up to that of one process. It counts as {meant}. Received: {describe(tensor)}. "
+        "Expected: means (`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the "
+        "replica's samples to "
+        "`tfdist.training.scale_loss_for_distribution` in that line, and combine the result by sums and constant "
+        "factors only."
+    )
+
+
+def _warn_of_eager_loss() -> None:
+    """Warns that a loss is computed eagerly by other means than those of Keras."""
+    _warn(
+        "A step computes a loss eagerly and not by the losses of Keras alone, so tfdist cannot see whether it is a "
+        "mean over the replica's samples, and its gradients may not add up to those of one process. "
+        "Received: run_eagerly=True. Expected: a traced step, or a scaled loss. Compile with `run_eagerly=False`, "
+        "or pass each mean to `tfdist.training.scale_loss_for_distribution`, and the losses to `tape.gradient` in "
+        "a list."
+    )
+
+
+def _warn_of_ambiguous_constant(tensor: tf.Tensor) -> None:
+    """Warns that a sum over the samples is divided by a number that may be, or contain, the number of samples.
+
+    Keras itself divides by the number of samples, as for `activity_regularizer`.
+    """
+    if is_of_keras(tensor):
+        return
+    _warn(
+        "A sum over the samples is divided by a number that equals the number of a replica's samples, or a "
+        "multiple of it, so tfdist cannot see whether a mean or a sum is meant: an equal number counts as the "
+        f"mean, a multiple as the sum. Received: {describe(tensor)}. Expected: `tf.reduce_mean`, or a division "
+        "by `tf.shape(x)[0]`, for a mean."
+    )
+
+
+def _warn_of_division_by_replicas(tensor: tf.Tensor, replicas: int, *, is_scaled: bool) -> None:
+    """Warns that a mean is divided by the number of replicas, which was not read from the strategy."""
+    meant = "a mean that is scaled for them" if is_scaled else "a mean of this size in one process, too"
+    _warn(
+        f"A loss of the program multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
+        f"scales means itself, and takes this for {meant}. Received: {describe(tensor)}. Expected: the loss of one "
+        "process. If the factor stands for the number of replicas, remove it, or write "
+        "`loss / strategy.num_replicas_in_sync`."
+    )
+
+
+def _warn(message: str) -> None:
+    """Gives each warning once in a process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)

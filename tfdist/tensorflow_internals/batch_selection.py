@@ -4,7 +4,7 @@ TensorFlow distributes a dataset by reading all of it on every worker. One that 
 the worker needs, and begins in the middle without reading what comes before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,13 +90,6 @@ def selectable(dataset: Any) -> SelectableDataset | None:
     """Returns the dataset that a user gave, or that was distributed, if it can be built for a selection."""
     dataset = getattr(dataset, "_original_dataset", dataset)
     return dataset if isinstance(dataset, SelectableDataset) else None
-
-
-def rows_of_worker(dataset: Any, replicas_of_workers: Sequence[int], rank: int) -> SelectableDataset | None:
-    """Returns the dataset of one worker's rows of each batch; None if every worker must read all rows."""
-    if not isinstance(dataset, SelectableDataset):
-        return None
-    return dataset.select(replicas_of_workers=tuple(replicas_of_workers), rank=rank)
 
 
 def _has_state(dataset: Any) -> bool:
