@@ -27,13 +27,12 @@ from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrateg
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.strategies.worker_devices import devices_of_workers
-from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches
+from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches, exit_on_timeout
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
     ClusterKeyValues,
     cluster_is_running,
-    exit_on_timeout,
     silence_limit,
     tensorflow_has_started,
 )

@@ -1,6 +1,5 @@
 """TensorFlow's runtime in this process: server, global seed and generator, autograph."""
 
-import faulthandler
 import functools
 import queue
 import sys
@@ -76,24 +75,6 @@ def cluster_is_running() -> bool:
 def tensorflow_has_started() -> bool:
     """Whether TensorFlow has created its devices, after which no server can be added."""
     return bool(context()._initialized)
-
-
-@contextmanager
-def exit_on_timeout(seconds: float) -> Iterator[None]:
-    """Ends this process, with a traceback, if the body takes longer than `seconds`.
-
-    TensorFlow's start waits for its peers indefinitely, in C++ with Python's lock held: no other thread and no signal
-    handler can run meanwhile. The timer of `faulthandler` needs neither.
-    """
-    try:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
-    except (AttributeError, ValueError, OSError):  # standard error has no file descriptor: a notebook
-        yield
-        return
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

@@ -3,11 +3,8 @@
 import contextvars
 import functools
 import inspect
-import platform
 import types
-import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -44,7 +41,6 @@ _FLOATS = {
     tf.float16: (0x3FF, 0x3C00, tf.uint16),
     tf.bfloat16: (0x7F, 0x3F80, tf.uint16),
 }
-_CPU_FILE, _CPU_FLAGS = "/proc/cpuinfo", ("flags", "Features")
 _other_cpus: tuple[int, ...] = ()  # workers whose CPUs differ from that of worker 0
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
 _FUNCTION = "tensorflow.python.eager.polymorphic_function"
@@ -158,36 +154,6 @@ def leave_xla_to_users(workers: Sequence[int]) -> None:
 def workers_with_other_cpus() -> tuple[int, ...]:
     """Returns the workers on whose CPUs XLA's results may differ from those of worker 0; none if GPUs compute."""
     return _other_cpus if _has_cpus_only() else ()
-
-
-def cpu_instructions() -> int:
-    """Returns a number that is equal on CPUs with the same instructions."""
-    try:
-        lines = Path(_CPU_FILE).read_text().splitlines()
-    except OSError:
-        lines = []
-    return _number_of(next((line for line in lines if line.startswith(_CPU_FLAGS)), ""))
-
-
-def cpu_instructions_of(host: str) -> int:
-    """Returns the number of `cpu_instructions` of another task, by its CPU device."""
-
-    @tf.function(autograph=False)
-    def flags() -> tf.Tensor:
-        with tf.device(host):  # lines, because the file has no size that `tf.io.read_file` could read
-            pattern = f"({'|'.join(_CPU_FLAGS)}).*"
-            lines = tf.data.TextLineDataset(_CPU_FILE).filter(lambda line: tf.strings.regex_full_match(line, pattern))
-            return lines.take(1).reduce(tf.constant(""), lambda _, line: line)
-
-    try:
-        flags_line = flags.get_concrete_function()().numpy()
-    except tf.errors.NotFoundError:
-        flags_line = b""
-    return _number_of(flags_line.decode(errors="replace"))
-
-
-def _number_of(flags: str) -> int:
-    return zlib.crc32(" ".join(sorted((flags or platform.processor()).split())).encode())
 
 
 @functools.cache
