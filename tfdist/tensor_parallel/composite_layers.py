@@ -11,15 +11,13 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.layer_calls import (
-    InnerCall,
-    InnerCalls,
     LayerCall,
-    inner_calls,
     is_rematerialized,
     kernel_of,
     layers_inside,
     output_projection_of,
 )
+from tfdist.tensor_parallel.inner_calls import InnerCall, InnerCalls, inner_calls
 from tfdist.tensor_parallel.sharded_layers import (
     ELEMENTWISE,
     aware_layers,
