@@ -9,14 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import flatten, unflatten
-from tfdist.keras_internals.model_introspection import (
-    are_alike,
-    batch_statistics,
-    can_be_averaged,
-    differs,
-    metric_results,
-    names_of,
-)
+from tfdist.keras_internals.model_introspection import batch_statistics
+from tfdist.losses.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
 from tfdist.tensorflow_internals.collective_launcher import with_fixed_shapes
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.training.sample_shares import ReplicaStep
