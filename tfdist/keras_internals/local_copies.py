@@ -160,7 +160,6 @@ class LocalCopies:
         return next(before for _, local_copy, before in self._copies.values() if local_copy is copy)
 
     def present(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns the present values of variables."""
         return [self._copies[id(variable)][1].read_value() for variable in variables]
 
     def changed(self) -> Mapping[tf.Variable, tuple[tf.Tensor, tf.Tensor]]:

@@ -94,7 +94,6 @@ class NewValue:
         return self._unique_id
 
     def read_value(self) -> tf.Tensor:
-        """Returns the complete value."""
         if not hasattr(self, "_whole"):
             self._whole = self.constant(self.shape)
         return self._whole

@@ -100,7 +100,6 @@ class SplitSlot(Variable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of `value`."""
         replica = _replica.get()
         return tf.TensorShape(self._shape) if replica is None else self._parts[replica].shape
 

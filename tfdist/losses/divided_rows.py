@@ -69,7 +69,6 @@ class DividedRows:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """A context that explains its errors."""
         try:
             yield
         except _KINDS as error:

@@ -284,7 +284,6 @@ class LossStep:
         return divided(self._part_of(value, terms, scales), self.mean_scale)
 
     def _part_of(self, loss: Any, terms: list[Term], scales: list[Any]) -> Any:
-        """Returns a loss with the given terms as a part."""
         if not terms:
             return loss
         if len(terms) == 1 and terms[0].divisor is None:

@@ -121,7 +121,6 @@ class SampleDegrees:
         return degree_of_sum(product_kind), product_kind.replicas
 
     def kind(self, tensor: Any) -> Kind:
-        """Returns the kind of a symbolic tensor."""
         waiting = [tensor]
         while waiting:
             top = waiting[-1]
