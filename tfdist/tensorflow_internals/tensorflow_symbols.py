@@ -66,7 +66,7 @@ private_members(
             "_get_cross_device_ops": "chooses the cross-device operations of a value",
         },
         f"{_DISTRIBUTE}.mirrored_run:_MirroredReplicaContext": {
-            "_merge_call": "runs the other replicas before it returns",
+            "_merge_call": "runs the other replicas before it returns"
         },
         f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended": {
             "_use_merge_call": "as for MirroredExtended",
@@ -85,10 +85,10 @@ private_members(
             "_input_workers_with_options": "the devices that data is moved to",
         },
         f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV2": {
-            "_container_strategy": "the strategy of this implementation",
+            "_container_strategy": "the strategy of this implementation"
         },
         f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV1": {
-            "_in_multi_worker_mode": "whether workers agree on an end",
+            "_in_multi_worker_mode": "whether workers agree on an end"
         },
         f"{_DISTRIBUTE}.cross_device_ops:CollectiveAllReduce": {
             "_batch_all_gather": "traces a function for each gather",
@@ -110,7 +110,7 @@ private_members(
             "_validate_colocate_with_variable": "rejects variables that were moved",
         },
         f"{_DISTRIBUTE}.coordinator.values:RemoteValueImpl": {
-            "get": "its copy of an output, not its status, shows that a function ended",
+            "get": "its copy of an output, not its status, shows that a function ended"
         },
         f"{_DISTRIBUTE}.coordinator.cluster_coordinator:_CoordinatedClosureQueue": {
             "get": "returns the next function of a worker",
@@ -118,7 +118,7 @@ private_members(
             "put_back": "adds a function again whose worker was lost",
         },
         f"{_DISTRIBUTE}.coordinator.cluster_coordinator:Worker": {
-            "_register_and_schedule_resource_closure": "schedules a function on one worker",
+            "_register_and_schedule_resource_closure": "schedules a function on one worker"
         },
         f"{_DISTRIBUTE}.values:PerReplica": {"_type_spec": "the type of a batch, which counts are added to"},
         f"{_DISTRIBUTE}.values:PerReplicaSpec": {"_to_components": "the tensors of a batch, which counts are added to"},
@@ -126,17 +126,17 @@ private_members(
             "_calculate_replicas_with_values": "lets all workers agree whether the data has ended"
         },
         f"{_DISTRIBUTE}.input_lib:DistributedIteratorBase": {
-            "_get_next_no_partial_batch_handling": "raises the error at the end of the data",
+            "_get_next_no_partial_batch_handling": "raises the error at the end of the data"
         },
         f"{_DISTRIBUTE}.input_lib:DistributedDataset": {
-            "_make_rebatch_fn": "sees the batch size of a dataset, but not beyond a function that is mapped",
+            "_make_rebatch_fn": "sees the batch size of a dataset, but not beyond a function that is mapped"
         },
         "tensorflow:data.Dataset": {
             "_inputs": "the datasets that a dataset reads",
             "_functions": "the functions that a dataset calls",
         },
         "tensorflow.python.checkpoint.checkpoint:TrackableSaver": {
-            "save": "uses temporary names that are the same in all processes",
+            "save": "uses temporary names that are the same in all processes"
         },
         "tensorflow.python.saved_model.save": {"save_and_return_nodes": "copies assets to their final names"},
         "tensorflow.python.ops.script_ops:FuncRegistry": {"__call__": "passes their results on without a copy"},
@@ -146,10 +146,10 @@ private_members(
             ),
         },
         "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": {
-            "_clone": "calls all replicas in a function with the options of the given one",
+            "_clone": "calls all replicas in a function with the options of the given one"
         },
         "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction": {
-            "_call_flat": "calls a function with other variables than those for which it was traced",
+            "_call_flat": "calls a function with other variables than those for which it was traced"
         },
         "tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies": {
             "run_independently": (
