@@ -13,8 +13,6 @@ from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
 
-Wrapper = Callable[..., None]
-
 _MONITORS = tuple(
     getattr(keras.callbacks, name)
     for name in ("EarlyStopping", "ModelCheckpoint", "OrbaxCheckpoint", "ReduceLROnPlateau")
@@ -55,7 +53,7 @@ _LABEL = "sent" if has_reached("keras", "3.12") else "sent_bytes_per_step"
 
 
 @patch
-def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
+def wrap_callback_list(method: str, wrapper: Callable[..., None]) -> None:
     """Wraps a method of all callback lists, also of those that exist. Adding the same wrapper again has no effect.
 
     Keras has no hook around all callbacks. The wrapper is called as `wrapper(call, callback_list, *args, **kwargs)`;
