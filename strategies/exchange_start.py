@@ -2,7 +2,6 @@
 
 import atexit
 import hashlib
-import ipaddress
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from tfdist.exchange.joining import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
+from tfdist.utils.cores_and_ports import host_and_port, is_loopback
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"
 _TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
@@ -31,9 +31,7 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
     """Connects this worker with the others of its cluster, once for each process, and again after a mismatch.
 
     Workers that called different exchanges, or were late, are all still there, and meet again in new strategies.
-
-    Returns:
-        The boundary to the exchange with them; `None` without other workers.
+    Without other workers the result is `None`.
 
     Raises:
         ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.
@@ -51,7 +49,7 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
         _boundary = None
     if _boundary is None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if not token and rank == 0 and not all(map(_is_of_this_host, addresses)):
+        if not token and rank == 0 and not all(is_loopback(host_and_port(address)[0]) for address in addresses):
             _log.warning(
                 "The workers trust everybody who knows their addresses. Received: workers on several hosts, and no "
                 "%s. Expected: a secret of all workers. Set the same %s for all, or start them by `tfdist run`.",
@@ -112,11 +110,3 @@ def raise_failed_exchange(error: BaseException) -> None:
 def _close_in_process(exchange: Exchange, process: int) -> None:
     if os.getpid() == process:  # a forked child shares the connections
         exchange.close()
-
-
-def _is_of_this_host(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

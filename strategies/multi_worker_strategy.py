@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from tfdist import cluster
 from tfdist.collectives.key_values import key_values
-from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
-from tfdist.local_updates.local_modes import LocalMode
+from tfdist.load_balancing.share_planning import LoadBalancing, checked_shares, load_balancing_of
+from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
-from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
     peer_addresses,
@@ -22,12 +22,16 @@ from tfdist.strategies.cluster_resolver import (
     worker_resolver,
 )
 from tfdist.strategies.exchange_start import workers_boundary
-from tfdist.strategies.local_update_hooks import local_mode_of, samples_of_step
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.strategies.worker_devices import devices_of_workers
-from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches, exit_on_timeout
+from tfdist.strategies.worker_start import (
+    agree_on_random_seed,
+    compare_cpus,
+    default_micro_batches,
+    devices_of_workers,
+    exit_on_timeout,
+)
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
@@ -40,10 +44,9 @@ from tfdist.tensorflow_internals.strategy_extended import (
     EqualOnAllReplicas,
     ReplicaMultiWorkerExtended,
 )
-from tfdist.training.balanced_batches import complete_batches
-from tfdist.training.batch_comparison import BatchComparison
-from tfdist.training.shown_batches import draws_common_batches
-from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
+from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
+from tfdist.training.sample_shares import current_step
+from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
 _UNKNOWN = -1
@@ -119,7 +122,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
-        local_mode = local_mode_of(mode, shard_optimizer_state, divides_rows=divides_rows)
+        local_mode = _local_mode(mode, shard_optimizer_state, divides_rows=divides_rows)
         reduction = self._configure(
             bucket_bytes, communication_options, compression, shard_optimizer_state, joins_workers=True
         )
@@ -148,10 +151,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             )
             self._batch_comparison.end_with(self)
             patch_files()
-        self._row_shares = self._shares_of(balancing, shares)
+        self.row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
-            self._local_updates = LocalUpdates(self, local_mode, samples_of_step)
+            self.local_updates = LocalUpdates(self, local_mode, _samples_of_step)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
@@ -175,8 +178,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         Args:
             *models: The models that the loop trains, whose batch statistics become the mean of the workers'.
         """
-        if self._local_updates is not None:
-            self._local_updates.synchronize(models)
+        if self.local_updates is not None:
+            self.local_updates.synchronize(models)
 
     @property
     def num_workers(self) -> int:
@@ -281,7 +284,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return counted_batches(dataset, traits, self.num_replicas_in_sync, are_complete=are_complete)
 
     def _of_workers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the numbers of all workers."""
         return self.gather(tf.constant([numbers], tf.int64), axis=0).numpy().tolist()
 
 
@@ -311,3 +313,39 @@ def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_secon
     with exit_on_timeout(timeout_seconds), silence_limit(silence_limit_of_environment()):
         key_values.use(ClusterKeyValues())
         yield
+
+
+def _local_mode(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool) -> LocalMode | None:
+    """Returns the local mode that the argument `mode` demands; `None` if workers exchange in each update.
+
+    Raises:
+        ValueError: If it is invalid, or does not work together with `shard_optimizer_state`, or with `load_balancing`
+            or `shares`, one of which is given if `divides_rows`.
+    """
+    if mode is None or mode == Synchronous():
+        return None
+    if not isinstance(mode, LocalSGD | DiLoCo):
+        raise ValueError(
+            f"Invalid `mode` of MultiWorkerMirroredStrategy. Received: mode={mode!r}. Expected: Synchronous(), "
+            "LocalSGD(sync_every=...) or DiLoCo(sync_every=...) of `tfdist.strategies`."
+        )
+    if shard_optimizer_state:
+        raise ValueError(
+            "`shard_optimizer_state` does not work with local updates: each worker updates all variables by itself, so "
+            f"it needs all slots. Received: shard_optimizer_state={shard_optimizer_state!r} and mode={mode!r}. "
+            "Expected: one of them. Leave `shard_optimizer_state` out, or use `mode=Synchronous()`."
+        )
+    if divides_rows:
+        raise ValueError(
+            "`load_balancing` and `shares` do not work with local updates: rows are divided by times that workers "
+            f"exchange in each step. Received: one of them and mode={mode!r}. Expected: one of the two. Leave "
+            "`load_balancing` and `shares` out (a fast worker waits only where weights are exchanged), or use "
+            "`mode=Synchronous()`."
+        )
+    return mode
+
+
+def _samples_of_step() -> Any:
+    """Returns the samples of this worker in the Keras step that is running; `None` in a custom loop."""
+    step = current_step()
+    return None if step is None else step.samples_of_worker

@@ -1,14 +1,12 @@
 """Every private attribute of another library's objects that tfdist uses has a row, and a small object that has it."""
 
 import ast
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import keras
 import pytest
-from child_environment import SUPPORT, child_environment
+from child_environment import SUPPORT, run_python
 from foreign_attributes import attribute_uses, foreign_attributes, is_private
 
 import tfdist.callbacks
@@ -145,14 +143,7 @@ def test_a_small_object_has_the_attributes(kind, cpus):
 
 
 def test_the_objects_of_a_cluster_have_the_attributes():
-    finished = subprocess.run(
-        [sys.executable, str(SUPPORT / "coordinator_objects.py")],
-        env=child_environment(CUDA_VISIBLE_DEVICES="-1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    finished = run_python(SUPPORT / "coordinator_objects.py", limit_seconds=120, CUDA_VISIBLE_DEVICES="-1")
     expected = sum(len(kind.attributes) for kind in instance_kinds() if kind.make is None)
     assert finished.stdout == f"{expected} attributes, 0 unused objects of 2 servers\n", finished.stderr[-2000:]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.share_planning import LoadBalancing
 from tfdist.parameter_server.batch_split import PartShares
 from tfdist.tensorflow_internals import cluster_coordinator as preferred_workers
 

@@ -221,4 +221,4 @@ def test_inner_calls_of_a_layer() -> None:
     layer = mixing.operation
     assert found.only_call_of(layer.twice) is None
     up = found.only_call_of(layer.up)
-    assert up is not None and combined_results(found, layer.up, lambda one: False) is None
+    assert up is not None and combined_results(found, layer.up) is None

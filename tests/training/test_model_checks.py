@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.strategies import MultiWorkerMirroredStrategy, worker_start
 from tfdist.tensorflow_internals import xla_functions
-from tfdist.training import model_checks
+from tfdist.training import replica_step
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -18,7 +18,7 @@ def other_cpus(monkeypatch):
     """Workers 1 and 3 have other CPUs than worker 0."""
     monkeypatch.setattr(xla_functions, "_other_cpus", ())
     xla_functions.leave_xla_to_users([1, 3])
-    model_checks._warn_of_other_cpus.cache_clear()
+    replica_step._warn_of_other_cpus.cache_clear()
 
 
 def train(strategy, jit_compile):

@@ -64,14 +64,10 @@ def reordered(one: AttributeOrders, other: AttributeOrders) -> list[str]:
 
 
 class PyDatasetHooks:
-    """Calls `on_epoch_begin` and `on_epoch_end` of a PyDataset.
-
-    Attributes:
-        calls: Number of calls of each of the two so far.
-    """
+    """Calls `on_epoch_begin` and `on_epoch_end` of a PyDataset."""
 
     def __init__(self, source: Any) -> None:
-        self.calls = [0, 0]
+        self.calls = [0, 0]  # number of calls of each of the two so far
         self._source = source
         self._tracks_position = self._is_repeating = False
         self._orders: AttributeOrders = {}
@@ -224,18 +220,12 @@ class PyDatasetView(keras.utils.PyDataset):
     A thread reads batches ahead of training. The state that reading a batch changes (the global generators of NumPy and
     Python, the data's `get_state()`) is kept as it was before each batch, so that the next batch of the training can be
     read again with the same result.
-
-    Attributes:
-        hooks: Calls the data's hooks.
-        state: The state of `random` before the order of this pass was drawn, as `random.getstate()` returns it; `None`
-            if the pass is not shuffled.
-        has_state: Whether the data has `get_state` and `set_state`.
     """
 
     def __init__(self, source: Any, shuffle: bool) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
         self.hooks = PyDatasetHooks(source)
-        self.state: Any = None
+        self.state: Any = None  # of `random` before the order of this pass was drawn; None if it is not shuffled
         self._source = source
         self._shuffle = shuffle and source.num_batches is not None
         self._order: list[int] | None = None

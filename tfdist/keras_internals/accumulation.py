@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
-from tfdist.keras_internals.placed_variables import optimizers_of
+from tfdist.keras_internals.placed_variables import optimizer_and_loss_scale
 
 
 class Accumulation:
@@ -16,7 +16,7 @@ class Accumulation:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._outer = model.optimizer
-        self._optimizer, _ = optimizers_of(self._outer)
+        self._optimizer, _ = optimizer_and_loss_scale(self._outer)
 
     @property
     def strategy(self) -> Any:

@@ -125,8 +125,8 @@ def is_time_of_averages(optimizer: Any) -> tf.Tensor:
     return tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
 
 
-def trained_variables(optimizer: Any) -> list[Any]:
-    """Returns the variables that a built optimizer updates.
+def exchanged_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that a built optimizer updates, whose values workers exchange.
 
     Raises:
         ValueError: If one of them is overwritten by its gradient, as the scales of float8.

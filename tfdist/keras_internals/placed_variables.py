@@ -48,7 +48,7 @@ def holding(values: Mapping[int, tuple[keras.Variable, tf.Variable]]) -> Iterato
             variable._value = held
 
 
-def optimizers_of(optimizer: Any) -> tuple[Any, Any]:
+def optimizer_and_loss_scale(optimizer: Any) -> tuple[Any, Any]:
     """Returns the optimizer that updates the weights, and the `LossScaleOptimizer` around it or None."""
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return (optimizer.inner_optimizer, optimizer) if scaled else (optimizer, None)
@@ -56,7 +56,7 @@ def optimizers_of(optimizer: Any) -> tuple[Any, Any]:
 
 def shared_optimizer_variables(optimizer: Any) -> list[keras.Variable]:
     """Returns the scalars that all devices read: the iterations, the learning rate, the loss scale."""
-    inner, outer = optimizers_of(optimizer)
+    inner, outer = optimizer_and_loss_scale(optimizer)
     rate = getattr(inner, "_learning_rate", None)
     shared = [inner._iterations, *([rate] if isinstance(rate, keras.Variable) else [])]
     return shared if outer is None else [*shared, *outer._variables]

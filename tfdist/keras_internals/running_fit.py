@@ -60,7 +60,8 @@ class RunningFit:
 
     def end(self) -> None:
         """Restores the model for the next `fit`."""
-        for function in self._at_end:
+        at_end, self._at_end = self._at_end, []  # functions that may refer to this `fit`, and so keep its model alive
+        for function in at_end:
             function()
         if self._initial_epochs:
             self.model._initial_epoch = self._initial_epochs[0]

@@ -25,7 +25,7 @@ class PrunedFunction:
         needed = needed_operations(output.op)
         number = len(traced.inputs) - len(traced.captured_inputs)
         self._used = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in needed]
-        of_values = needed_operations(output.op, OF_SHAPES)
+        of_values = needed_operations(output.op, ends=OF_SHAPES)
         self.values = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in of_values]
         captured = zip(traced.inputs[number:], traced.captured_inputs, strict=True)
         handles = {given.op.name: handle for given, handle in captured if given.op.name in needed}
@@ -54,10 +54,10 @@ class PrunedFunction:
         return self._function(*[tensors[index] for index in self._used])
 
 
-def needed_operations(operation: Any, ends: Collection[str] = ()) -> dict[str, str]:
-    """The types, by name, of `operation` and all operations whose data it needs, not beyond those of the types `ends`.
+def needed_operations(*operations: Any, ends: Collection[str] = ()) -> dict[str, str]:
+    """The types, by name, of `operations` and all whose data they need, not beyond those of the types `ends`.
 
     Control inputs do not count: through them a function's outputs wait for assertions and reads elsewhere in it.
     """
-    behind = operations_behind(operation, lambda needed: () if needed.type in ends else needed.inputs)
+    behind = operations_behind(*operations, inputs_of=lambda needed: () if needed.type in ends else needed.inputs)
     return {needed.name: needed.type for needed in behind}

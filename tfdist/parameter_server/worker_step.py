@@ -15,7 +15,7 @@ from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.loss_normalizers import MicroStep
-from tfdist.parameter_server.step_results import LogPart, combined, log_part
+from tfdist.parameter_server.step_results import LogPart, combined_logs, log_part
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates, WorkerScope
 from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled
 
@@ -104,7 +104,7 @@ def compute(
         [optimizer for optimizer, _ in steps[0]],
         scope.changes([counter], of_phase=not is_last),
         _metric_values(model, scope),
-        combined(logs, [size / samples for size in sizes]) if is_last else {},
+        combined_logs(logs, [size / samples for size in sizes]) if is_last else {},
         samples,
         count,
         tf.add_n([tf.constant(scope.bytes_pulled, tf.int64), *scope.rows_bytes_pulled]),

@@ -22,6 +22,24 @@ class WorkerCoordination:
         self.rank, self.num_workers = rank, num_workers
         self._prefix = f"tfdist/recovery/{next(_counter)}" if num_workers > 1 else ""
 
+    def wait_for_chief(self, timeout_seconds: float) -> None:
+        """Waits until the chief coordinates this `fit`, too. All workers call this first.
+
+        Raises:
+            RuntimeError: If the chief does not call this, as it has no FailureRecovery.
+        """
+        if self.num_workers == 1:
+            return
+        if self.rank == 0:
+            self.set("begins", True)
+        elif not key_values.is_published(f"{self._prefix}/begins", timeout_seconds):
+            raise RuntimeError(
+                "The chief does not train with FailureRecovery. Received: FailureRecovery in the callbacks of worker "
+                f"{self.rank}, and none in those of the chief within {timeout_seconds:g} s. Expected: the same one on "
+                "all workers. Pass it to `fit` on every worker; if another callback of the chief takes so long before "
+                "training begins, raise peer_timeout_seconds."
+            )
+
     def broadcast(self, name: str, value: Any = None) -> Any:
         """Returns the chief's `value`, any JSON. Other workers wait for it; their `value` is ignored."""
         if self.num_workers == 1:

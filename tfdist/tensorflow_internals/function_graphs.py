@@ -79,10 +79,10 @@ def graphs_around(graph: Any) -> Iterator[Any]:
 
 
 def operations_behind(
-    operation: Any, inputs_of: Callable[[Any], Iterable[Any]] = lambda operation: operation.inputs
+    *operations: Any, inputs_of: Callable[[Any], Iterable[Any]] = lambda operation: operation.inputs
 ) -> Iterator[Any]:
-    """Yields an operation and those whose data it uses, each once; `inputs_of` returns the tensors to follow."""
-    waiting, seen = [operation], set()
+    """Yields operations and those whose data they use, each once; `inputs_of` returns the tensors to follow."""
+    waiting, seen = list(operations), set()
     while waiting:
         reached = waiting.pop()
         if reached not in seen:

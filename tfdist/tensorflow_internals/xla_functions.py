@@ -183,7 +183,7 @@ def _reads_variables(graph: Any) -> bool:
 
 def _sources(output: tf.Tensor) -> frozenset[str]:
     """The names of the inputs of a function's graph, among them variables, by which an output can be differentiated."""
-    behind = operations_behind(output.op, lambda user: () if user.type == "StopGradient" else user.inputs)
+    behind = operations_behind(output.op, inputs_of=lambda user: () if user.type == "StopGradient" else user.inputs)
     placeholders = [operation for operation in behind if operation.type == "Placeholder"]
     return frozenset(operation.name for operation in placeholders if operation.outputs[0].dtype in _DIFFERENTIABLE)
 

@@ -1,5 +1,7 @@
 """Synchronizes metrics, logs and batch statistics of the replicas after a step."""
 
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,10 +108,13 @@ def _possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tup
 
 
 def _shares(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:
-    total = _share(values[0], parts[0].step.fraction)
-    for value, part in zip(values[1:], parts[1:], strict=True):
-        total += _share(value, part.step.fraction)
-    return total
+    tensors = map(tf.convert_to_tensor, values)
+    # A replica without samples has the fraction 0, so whatever it computed counts 0, even NaN.
+    shares = [
+        tf.math.multiply_no_nan(tensor, tf.cast(part.step.fraction, tensor.dtype))
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]
+    return functools.reduce(operator.add, shares)
 
 
 def _share_of_log(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:
@@ -117,12 +122,6 @@ def _share_of_log(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.T
     if values[0].shape.rank != 0:
         return _shares(values, parts)
     return _shares([part.step.mean_of(value) for part, value in zip(parts, values, strict=True)], parts)
-
-
-def _share(value: Any, fraction: Any) -> tf.Tensor:
-    # A replica without samples has the fraction 0, so whatever it computed counts 0, even NaN.
-    value = tf.convert_to_tensor(value)
-    return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
 
 
 def _sum_all(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,10 +1,15 @@
-"""Which columns become which inputs and targets of a model, and which columns its outputs become."""
+"""Columns of a DataFrame, and which of them become which inputs and targets of a model, or what its outputs become."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from tfdist.data.parquet_files import quoted
+
+_PARTS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +21,7 @@ class InputSpec:
     shape: tuple[int, ...] | None  # the shape of a row, or None: that of the column
 
     def array(self, values: Sequence[Any]) -> np.ndarray:
-        """Returns the values of a batch.
-
-        Raises:
-            ValueError: If a value is null, or the rows of a column have different shapes.
-        """
+        """Returns the values of a batch, none of which is null; rows of a column must have one shape."""
         parts = [_dense(name, column) for name, column in zip(self.columns, values, strict=True)]
         array = parts[0]
         if len(parts) > 1:
@@ -31,36 +32,31 @@ class InputSpec:
         return array.reshape(len(array), *self.shape) if fits and self.shape is not None else array
 
 
-def input_specs(model: Any, feature_cols: Sequence[str]) -> dict[str | int, InputSpec]:
+def input_specs(model: Any, feature_cols: Sequence[str]) -> list[InputSpec]:
     """Returns the inputs of a model, by the names that its columns have in common with them, or by their order.
 
     A model without declared inputs has one input. There is one column for each input, or all are of one input.
-
-    Raises:
-        ValueError: If there are more inputs than one, and not as many columns.
     """
     # A subclassed model has none, and one that was not built raises an error.
     inputs = list(getattr(model, "inputs", None) or []) if getattr(model, "built", True) else []
     if len(inputs) <= 1:
-        groups = {0: tuple(feature_cols)}
+        groups = [tuple(feature_cols)]
     elif len(inputs) == len(feature_cols):
         names = {tensor.name for tensor in inputs}
         keys = [tensor.name for tensor in inputs] if names == set(feature_cols) else list(feature_cols)
-        groups = {index: (key,) for index, key in enumerate(keys)}
+        groups = [(key,) for key in keys]
     else:
         raise ValueError(
             f"The model has another number of inputs than there are columns. Received: feature_cols="
             f"{list(feature_cols)} for {len(inputs)} inputs, {[tensor.name for tensor in inputs]}. Expected: one "
             "column for each input, in the same order. Put columns of one input into one, by VectorAssembler."
         )
-    return {
-        index: InputSpec(
-            columns,
-            _dtype(inputs[index]) if inputs else None,
-            _shape(inputs[index]) if inputs and len(columns) == 1 else None,
-        )
-        for index, columns in groups.items()
-    }
+    if not inputs:
+        return [InputSpec(columns, None, None) for columns in groups]
+    return [
+        InputSpec(columns, _dtype(tensor), _shape(tensor) if len(columns) == 1 else None)
+        for columns, tensor in zip(groups, inputs, strict=True)
+    ]
 
 
 def combined(parts: Sequence[Any]) -> Any:
@@ -114,3 +110,61 @@ def _dtype(tensor: Any) -> str | None:
 def _shape(tensor: Any) -> tuple[int, ...] | None:
     shape = tuple(tensor.shape)[1:]
     return shape if shape and None not in shape else None
+
+
+def column(name: str) -> Any:
+    """Returns a column by its whole name, which may contain dots."""
+    from pyspark.sql import functions
+
+    return functions.col(quoted(name))
+
+
+def check_columns(df: Any, columns: Sequence[str], argument: str) -> None:
+    """Checks that columns exist."""
+    if missing := [name for name in columns if name not in df.columns]:
+        raise ValueError(
+            f"The DataFrame does not have these columns: {missing}. Received: {argument}={list(columns)}. Expected: "
+            f"some of {df.columns}. Correct `{argument}`."
+        )
+
+
+def as_array(df: Any, name: str) -> Any:
+    """Returns a column; a column of MLlib's vectors becomes arrays of float32."""
+    from pyspark.ml.functions import vector_to_array
+
+    is_vector = type(df.schema[name].dataType).__name__ == "VectorUDT"
+    return vector_to_array(column(name), "float32") if is_vector else column(name)
+
+
+def split(df: Any, validation: Any, columns: Sequence[str], seed: int) -> tuple[Any, Any]:
+    """Returns the rows to train on, and those to validate with or None; both have only the given columns.
+
+    A fraction is chosen by a hash of the values, so computing the DataFrame again splits it in the same way, and equal
+    rows are on the same side. `validation` may also be None, or a column that is true, or not 0, in such rows.
+    """
+    from pyspark.sql import functions
+
+    selected = [as_array(df, name).alias(name) for name in columns]
+    if validation is None or validation == 0:
+        return df.select(*selected), None
+    if isinstance(validation, str):
+        check_columns(df, [validation], "validation")
+        chosen = functions.coalesce(column(validation).cast("boolean"), functions.lit(False))
+    elif isinstance(validation, int | float) and 0 < validation < 1:
+        parts = functions.xxhash64(functions.lit(seed), *(as_array(df, name) for name in columns))
+        chosen = functions.pmod(parts, functions.lit(_PARTS)) < round(validation * _PARTS)
+    else:
+        raise ValueError(
+            f"Invalid `validation`. Received: validation={validation!r}. Expected: a fraction from 0 to less than 1, "
+            "or the name of a column that is true in the rows of the validation."
+        )
+    return df.filter(~chosen).select(*selected), df.filter(chosen).select(*selected)
+
+
+def fingerprint(df: Any, extra: str) -> str:
+    """Returns a hash of the rows in any order, and of a text. It computes the DataFrame."""
+    from pyspark.sql import functions
+
+    rows = functions.xxhash64(*(column(name) for name in df.columns)).cast("decimal(38,0)")
+    totals = df.agg(functions.count(functions.lit(1)), functions.sum(rows)).first()
+    return hashlib.sha256(f"{df.schema.json()} {totals[0]} {totals[1]} {extra}".encode()).hexdigest()

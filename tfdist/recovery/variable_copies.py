@@ -1,24 +1,72 @@
-"""Variables on the devices of workers: copied there and written into a checkpoint, without being sent here.
+"""Copies of variables for a checkpoint: in host memory, or on the workers whose devices hold them, which write them.
 
-Functions have no results, as in `worker_tensors.py`. Files are TensorFlow's bundles, which contain checksums of the
-tensors: `worker-1.index` and `worker-1.data-00000-of-00001` for the task 1 of the job "worker". Any task reads any of
-them. Of a split variable each contains parts, as slices of the complete tensor.
+Functions on workers have no results, as in `worker_tensors.py`. Files are TensorFlow's bundles, which contain checksums
+of the tensors: `worker-1.index` and `worker-1.data-00000-of-00001` for the task 1 of the job "worker". Any task reads
+any of them. Of a split variable each contains parts, as slices of the complete tensor.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
 from tfdist.recovery.worker_tensors import TensorSlice, parts_of, slice_spec
+from tfdist.tensorflow_internals.placed_strategy import SplitValue
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 Json = dict[str, Any]
+
+
+class HostCopies:
+    """Copies of variables by name. A copy is requested at once and made later, for example by another thread.
+
+    A copy has the value at the time of the request. TensorFlow never writes to memory that was read: an update of a
+    variable that is not copied yet takes new memory.
+
+    Memory that the process touches for the first time costs several times the copy itself, so the array of a variable
+    is reused for its next copy. Finish using the copies before requesting the next ones.
+
+    >>> import tensorflow as tf
+    >>> variable, copies = tf.Variable([1.0, 2.0]), HostCopies()
+    >>> first = copies.request("kernel", variable)
+    >>> changed = variable.assign_add([1.0, 1.0])
+    >>> copies.finish()
+    >>> first
+    array([1., 2.], dtype=float32)
+    >>> again = copies.request("kernel", variable)
+    >>> copies.finish()
+    >>> again is first, first
+    (True, array([2., 3.], dtype=float32))
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+        self._requested: deque[tuple[np.ndarray, np.ndarray]] = deque()
+
+    def request(self, name: str, variable: Any) -> np.ndarray:
+        """Returns an array that has the present value of `variable` after `finish`.
+
+        The array of this name is reused if it has the same shape and dtype.
+        """
+        is_split = isinstance(variable, SplitValue)
+        parts = variable.parts() if is_split else [(..., ..., variable)]
+        views = [(index, _view(part)[place]) for index, place, part in parts]
+        shape, dtype = tuple(variable.shape) if is_split else views[0][1].shape, views[0][1].dtype
+        array = self._arrays.get(name)
+        if array is None or (array.shape, array.dtype) != (shape, dtype):
+            array = self._arrays[name] = np.empty(shape, dtype)
+        self._requested.extend((array[index], view) for index, view in views)
+        return array
+
+    def finish(self) -> None:
+        """Makes the requested copies, in order, and releases the memory of the variables."""
+        while self._requested:
+            np.copyto(*self._requested.popleft())
 
 
 class _Saved(NamedTuple):
@@ -47,15 +95,15 @@ class WorkerCopies:
     def request(self, name: str, variable: Any) -> np.ndarray | None:
         """Requests a copy, as `HostCopies.request`. Returns None if it will be on a worker."""
         shards, local_task = list(parts_of(variable)), own_task()
-        held = shards if len(shards) > 1 else [(one, None) for one in (variable, *getattr(variable, "copies", ()))]
-        if all(task_of(one.device) == local_task for one, _ in held):
+        held = shards if len(shards) > 1 else [(copy, None) for copy in (variable, *getattr(variable, "copies", ()))]
+        if all(task_of(copy.device) == local_task for copy, _ in held):
             return self._host_copies.request(name, variable)
         for part in dict.fromkeys(part for _, part in held):
-            of_part = [one for one, held_part in held if held_part == part]
+            of_part = [copy for copy, held_part in held if held_part == part]
             # This process writes a part if no worker has it.
             chosen = min(
-                [one for one in of_part if task_of(one.device) != local_task] or of_part,
-                key=lambda one: self._bytes.get(task_of(one.device), 0),
+                [copy for copy in of_part if task_of(copy.device) != local_task] or of_part,
+                key=lambda copy: self._bytes.get(task_of(copy.device), 0),
             )
             task = task_of(chosen.device)
             self._requested.setdefault(task, []).append(_Saved(name, chosen, tuple(variable.shape), part))
@@ -70,9 +118,6 @@ class WorkerCopies:
         """Makes the requested copies on workers, and returns what they have to write; None if that is nothing.
 
         Copies nothing: an update of a variable that was read takes new memory.
-
-        Raises:
-            CheckpointError: If a worker is lost, or does not answer in time.
         """
         requested, self._requested, self._bytes = self._requested, {}, {}
         if not requested:
@@ -144,32 +189,24 @@ class _Bundle:
 
 
 class WorkerBundles:
-    """The copies of one snapshot on workers, which write them into the files of a checkpoint.
-
-    Attributes:
-        description: For each prefix of files the names of their tensors, with dtype and shape, and with the parts that
-            are there if a tensor is split, as JSON.
-        size_bytes: The size of all tensors.
-    """
+    """The copies of one snapshot on workers, which write them into the files of a checkpoint."""
 
     def __init__(self, bundles: dict[str, _Bundle], timeout_seconds: float) -> None:
         self._bundles, self._timeout_seconds = bundles, timeout_seconds
         self.size_bytes = sum(bundle.size_bytes for bundle in bundles.values())
+        # For each prefix of files the names of their tensors, with dtype and shape, and with the parts that are there
+        # if a tensor is split.
         self.description: Json = {_prefix_of(task): _described(bundle.saved) for task, bundle in bundles.items()}
 
     def write(self, directory: Path) -> Mapping[str, int | None]:
-        """Makes the workers write, at the same time, and releases the copies; see `WorkerFiles`.
-
-        Raises:
-            CheckpointError: If a worker is lost, cannot write or is not ready in time.
-        """
+        """Makes the workers write, at the same time, and releases the copies; see `WorkerFiles`."""
         sizes: dict[str, int | None] = {}
         calls = {}
         for task, bundle in self._bundles.items():
             prefix = _prefix_of(task)
             sizes[f"{prefix}.data-00000-of-00001"] = bundle.size_bytes if bundle.has_fixed_size else None
             sizes[f"{prefix}.index"] = None
-            calls[task] = _call(bundle, directory / prefix)
+            calls[task] = functools.partial(bundle.write, directory / prefix)
         self._bundles = {}
         call_workers(calls, "write", self._timeout_seconds)
         return sizes
@@ -179,10 +216,6 @@ def _without_padding(value: tf.Tensor, part: TensorSlice | None) -> tf.Tensor:
     if part is None or part.end - part.begin == value.shape[part.axis]:
         return value
     return value[tuple(slice(part.end - part.begin if axis == part.axis else None) for axis in range(len(value.shape)))]
-
-
-def _call(bundle: _Bundle, prefix: Path) -> Callable[[], Any]:
-    return lambda: bundle.write(prefix)
 
 
 def _described(saved: list[_Saved]) -> Json:
@@ -205,3 +238,17 @@ def _empty(dtype: tf.DType) -> tf.Tensor:
 
 def _bytes_of(variable: Any) -> int:
     return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
+
+
+def _view(variable: Any) -> np.ndarray:
+    """Returns the value: a view of the variable's memory if NumPy can read it, a copy from other devices (GPU, TPU)."""
+    if "/job:localhost/" in variable.device and "CPU" in variable.device and hasattr(variable, "handle"):
+        value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)  # a third of the time
+    else:  # on a server or a TPU, the variable itself knows how it is read
+        value = variable.read_value()
+    if "CPU" in value.device:
+        try:
+            return np.asarray(memoryview(value))
+        except (ValueError, TypeError, BufferError):  # buffers have no format for bfloat16 and float8
+            pass
+    return np.asarray(value.numpy())

@@ -1,6 +1,6 @@
 import pytest
 
-from tfdist.launch.processes.terminal_lines import LineSplitter, render
+from tfdist.launch.processes.output import LineSplitter, render
 
 
 @pytest.mark.parametrize(

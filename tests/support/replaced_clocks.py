@@ -1,4 +1,4 @@
-"""A clock that only `sleep` advances."""
+"""Clocks in place of `time`: one that only `sleep` advances, and one that only the test sets."""
 
 import types
 
@@ -12,4 +12,13 @@ def slept_clock(monkeypatch, module):
         clock.now += seconds
 
     monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    return clock
+
+
+def set_clock(monkeypatch, *modules):
+    """Replaces `time` in `modules`. `now` is the time in seconds."""
+    clock = types.SimpleNamespace(now=100.0)
+    clock.monotonic = clock.perf_counter = lambda: clock.now
+    for module in modules:
+        monkeypatch.setattr(module, "time", clock)
     return clock

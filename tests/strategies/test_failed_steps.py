@@ -1,4 +1,4 @@
-"""failed_steps: which exceptions mean that the other workers wait in a step."""
+"""Hooks of replicas after a failed step: which exceptions mean that the other workers wait in a step."""
 
 import types
 
@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.training import failed_steps
+from tfdist.strategies import replicated_hooks
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -36,8 +36,8 @@ def interrupted():
 )
 def test_an_error_of_tensorflow_outside_of_callbacks_is_one_of_a_step(monkeypatch, fail, workers, is_recorded):
     recorded = []
-    monkeypatch.setattr(failed_steps, "record_failed_step", recorded.append)
+    monkeypatch.setattr(replicated_hooks, "record_failed_step", recorded.append)
     with pytest.raises((tf.errors.OpError, KeyboardInterrupt)) as raised:
         fail()
-    failed_steps.recover_from(raised.value, [], types.SimpleNamespace(num_workers=workers))
+    replicated_hooks.recover_from(raised.value, [], types.SimpleNamespace(num_workers=workers))
     assert recorded == ([raised.value] if is_recorded else [])

@@ -1,13 +1,14 @@
 """What a task answers: strangers get nothing, and no peer can make it store or send without limit."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import time
 
 import pytest
 
-from tfdist.doctor import peer_server
+from tfdist.doctor import member_task
 from tfdist.doctor.link_measurement import LinkMeasurement
 from tfdist.doctor.member_task import MemberTask
 from tfdist.doctor.peer_connections import TaskInfo, doctor_credentials
@@ -93,9 +94,9 @@ def test_proof_cannot_be_guessed_or_reflected(worker):
 
 def test_number_of_strangers_is_limited(worker, monkeypatch):
     """Connections beyond the limit are closed at once; there is room again when others leave."""
-    monkeypatch.setattr(peer_server, "_HANDSHAKE_SECONDS", 1000)
+    monkeypatch.setattr(member_task, "_HANDSHAKE_SECONDS", 1000)
     strangers = [worker.stranger() for _ in range(80)]
-    room = peer_server._MAX_STRANGERS + 2
+    room = member_task._MAX_STRANGERS + 2
     wait_until(lambda: sum(map(is_open, strangers)) == room)
     with pytest.raises((TransportError, OSError)):
         worker.dial("worker 0")
@@ -148,14 +149,14 @@ def test_markers_are_names_of_markers(worker):
 
 
 def test_messages_of_peers_are_checked():
-    good = Finding("error", "x", "found").to_json()
+    good = dataclasses.asdict(Finding("error", "x", "found"))
     assert Finding.from_json(json.loads(json.dumps(good))) == Finding("error", "x", "found")
     assert Finding.from_json({**good, "found": "\x1b[31m" + "y" * 10_000}).found.startswith("[31myyy")
     assert len(Finding.from_json({**good, "found": "y" * 10_000}).found) < 5000
     for bad in (None, [], {}, {**good, "level": "fatal"}):
         with pytest.raises(ValueError, match="not a finding"):
             Finding.from_json(bad)
-    link = LinkMeasurement("a", "b", 1.0, 0.0, 0.5).to_json()
+    link = dataclasses.asdict(LinkMeasurement("a", "b", 1.0, 0.0, 0.5))
     assert LinkMeasurement.from_json(link) == LinkMeasurement("a", "b", 1.0, 0.0, 0.5)
     for name, value in (
         ("first", 1),
