@@ -13,11 +13,11 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.cluster.wait_for_peers import check_names
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
+from tfdist.collectives.key_values import key_values
 from tfdist.exchange.joining import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
-from tfdist.tensorflow_internals.key_values import key_values
 from tfdist.utils.cores_and_ports import host_and_port, is_loopback
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"

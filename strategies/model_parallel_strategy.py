@@ -27,6 +27,7 @@ from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.strategies.worker_start import cpu_instructions_of
 from tfdist.strategy_hooks import StrategyHooks, hooks_of
 from tfdist.tensor_parallel.sharded_columns import ShardedColumns
 from tfdist.tensor_parallel.sharded_stage import shard_table
@@ -34,7 +35,7 @@ from tfdist.tensor_parallel.split_variable import ShardCreation, ShardLayout
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
-from tfdist.tensorflow_internals.xla_functions import cpu_instructions_of, leave_xla_to_users
+from tfdist.tensorflow_internals.xla_functions import leave_xla_to_users
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import check_whole_number
 

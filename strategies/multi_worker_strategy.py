@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.collectives.key_values import key_values
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.load_balancing.share_planning import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
@@ -24,20 +25,24 @@ from tfdist.strategies.exchange_start import workers_boundary
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches, devices_of_workers
+from tfdist.strategies.worker_start import (
+    agree_on_random_seed,
+    compare_cpus,
+    default_micro_batches,
+    devices_of_workers,
+    exit_on_timeout,
+)
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
+    ClusterKeyValues,
     cluster_is_running,
-    exit_on_timeout,
     silence_limit,
     tensorflow_has_started,
 )
 from tfdist.tensorflow_internals.strategy_extended import (
+    EqualOnAllReplicas,
     ReplicaMultiWorkerExtended,
-    equal_on_all_replicas,
-    is_equal_on_all_replicas,
 )
 from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.sample_shares import current_step
@@ -236,7 +241,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over all replicas; see `ReplicatedStrategy.reduce`. Sends nothing if the values are equal already."""
-        if is_equal_on_all_replicas(value):
+        if isinstance(value, EqualOnAllReplicas):
             result = self.experimental_local_results(value)[0]
             is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
             return result * self.num_replicas_in_sync if is_sum else result
@@ -245,7 +250,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _wrap_results(self, results: Any) -> Any:
         # Keras would reduce each log over all workers again. `reduce` recognizes the wrapper and sends nothing.
         return tf.nest.map_structure(
-            lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
+            lambda value: EqualOnAllReplicas(list(self.experimental_local_results(value))), results
         )
 
     def _shares_of(self, balancing: LoadBalancing | None, shares: Sequence[float] | None) -> RowShares | None:

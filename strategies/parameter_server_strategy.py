@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
-from tfdist.keras_internals.created_parts import keras_creates_variable
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
+from tfdist.keras_internals.placed_variables import keras_creates_variable
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.share_planning import LoadBalancing, load_balancing_of
 from tfdist.losses.divided_rows import DividedRows

@@ -21,15 +21,15 @@ from tfdist.keras_internals.model_introspection import (
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
+from tfdist.losses.replica_count import replica_count
 from tfdist.sharded_state.state_sharding import ShardedState, StateSharding, sharded_state_of
 from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.tensorflow_internals.finished_graphs import release_with
-from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
-from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
+from tfdist.tensorflow_internals.function_graphs import release_with
 from tfdist.tensorflow_internals.rows_per_replica import is_complete, without_filled_rows
-from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
+from tfdist.tensorflow_internals.runtime import exclude_from_autograph, is_read_by_user, reject_graphs_of_tensorflow_1
+from tfdist.tensorflow_internals.xla_functions import reject_exchange_in_compiled_function
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
 from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait

@@ -1,24 +1,30 @@
 """What the workers of a cluster tell each other and agree on when they start, and what is set in their processes."""
 
 import ctypes
+import faulthandler
 import json
 import os
 import pickle
+import platform
 import random
+import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import new_seed
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.collectives.key_values import key_values
 from tfdist.tensorflow_internals.runtime import global_seed
-from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
+from tfdist.tensorflow_internals.xla_functions import leave_xla_to_users
 from tfdist.utils.argument_checks import optional_integer_variable
 
 _DRIVER = "libcuda.so.1"
 _UUID_BYTES = 16
+_CPU_FILE, _CPU_FLAGS = "/proc/cpuinfo", ("flags", "Features")
 
 
 def agree_on_random_seed(rank: int, num_workers: int, name: str) -> None:
@@ -161,3 +167,51 @@ def _uuids_of_driver() -> list[str]:
 
 
 _STATES_AT_IMPORT = _states_of_generators()
+
+
+@contextmanager
+def exit_on_timeout(seconds: float) -> Iterator[None]:
+    """Ends this process, with a traceback, if the body takes longer than `seconds`.
+
+    TensorFlow's start waits for its peers indefinitely, in C++ with Python's lock held: no other thread and no signal
+    handler can run meanwhile. The timer of `faulthandler` needs neither.
+    """
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
+    except (AttributeError, ValueError, OSError):  # standard error has no file descriptor: a notebook
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def cpu_instructions() -> int:
+    """Returns a number that is equal on CPUs with the same instructions."""
+    try:
+        lines = Path(_CPU_FILE).read_text().splitlines()
+    except OSError:
+        lines = []
+    return _number_of(next((line for line in lines if line.startswith(_CPU_FLAGS)), ""))
+
+
+def cpu_instructions_of(host: str) -> int:
+    """Returns the number of `cpu_instructions` of another task, by its CPU device."""
+
+    @tf.function(autograph=False)
+    def flags() -> tf.Tensor:
+        with tf.device(host):  # lines, because the file has no size that `tf.io.read_file` could read
+            pattern = f"({'|'.join(_CPU_FLAGS)}).*"
+            lines = tf.data.TextLineDataset(_CPU_FILE).filter(lambda line: tf.strings.regex_full_match(line, pattern))
+            return lines.take(1).reduce(tf.constant(""), lambda _, line: line)
+
+    try:
+        flags_line = flags.get_concrete_function()().numpy()
+    except tf.errors.NotFoundError:
+        flags_line = b""
+    return _number_of(flags_line.decode(errors="replace"))
+
+
+def _number_of(flags: str) -> int:
+    return zlib.crc32(" ".join(sorted((flags or platform.processor()).split())).encode())

@@ -6,10 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from undone_patches import without_patches
 
 import tfdist
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.patches import patch, replace, replacements, table, without_patches
+from tfdist.patches import patch, replace, replacements, table
 from tfdist.strategies import (
     ModelParallelStrategy,
     ParameterServerStrategy,

@@ -16,7 +16,7 @@ from tfdist.collectives.exchange_timer import (
     end_bucket,
 )
 from tfdist.compression import Group
-from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.operation_order import after_clocks, read_clock
 
 
 def after(seconds, tensor):
@@ -100,7 +100,7 @@ def test_what_overlaps_counts_once(cpus, monkeypatch):
     # The gradients, the first collective's input and result, the second one's, the sums.
     readings = iter(np.int64([1000, 1010, 1110, 1020, 1130, 1140]))
     clock = lambda: tf.constant(next(readings) / 1e9, tf.float64)  # noqa: E731
-    monkeypatch.setattr("tfdist.tensorflow_internals.graph_clock._seconds", clock)
+    monkeypatch.setattr("tfdist.tensorflow_internals.operation_order._seconds", clock)
     timer, ones = ExchangeTimer(cpus[0]), tf.ones([2])
     group, _ = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [ones])
     end_bucket(group, [group.sum(ones), group.gather(ones)])

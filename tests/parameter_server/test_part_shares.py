@@ -49,7 +49,7 @@ class Coordinator:
     """TensorFlow's queue with functions that are strings."""
 
     def __init__(self):
-        self._cluster = SimpleNamespace(closure_queue=preferred_workers._Queue())
+        self._cluster = SimpleNamespace(closure_queue=preferred_workers.CoordinatorQueue())
         with preferred_workers.preferring(self, 0):
             pass
 

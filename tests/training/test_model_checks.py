@@ -73,5 +73,5 @@ def test_workers_compare_their_cpus_with_the_chief(monkeypatch):
 
     monkeypatch.setattr(worker_start.key_values, "exchange", exchange)
     worker_start.compare_cpus(0, 4, "cpus")
-    assert sent == [str(xla_functions.cpu_instructions())]
+    assert sent == [str(worker_start.cpu_instructions())]
     assert xla_functions.workers_with_other_cpus() == (1, 3)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.worker_exchange import BACKGROUND, SMALL, STEPS, Exchange
-from tfdist.tensorflow_internals.independent_operations import leave_unordered
+from tfdist.tensorflow_internals.operation_order import leave_unordered
 from tfdist.tensorflow_internals.runtime import reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.collectives.byte_counters import Counts
 from tfdist.compression import Group
-from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.operation_order import after_clocks, read_clock
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _ENCODE, _EXCHANGE, _DECODE = range(3)

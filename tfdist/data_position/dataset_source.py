@@ -21,14 +21,13 @@ from tfdist.keras_internals.epoch_iterator import (
     GENERATOR,
     data_kind,
     shuffle_argument,
-    wrap_generator,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.distributed_datasets import distributed_alike, skip_steps
 from tfdist.tensorflow_internals.input_pipeline import (
     batch_size,
     batches_to_replay,
     create_unused_iterator,
+    distributed_alike,
     has_unseeded,
     is_per_worker,
     is_unordered,
@@ -36,6 +35,7 @@ from tfdist.tensorflow_internals.input_pipeline import (
     random_seeds,
     runs_python,
     share_a_shuffle,
+    skip_steps,
 )
 from tfdist.tensorflow_internals.runtime import global_seed, global_seed_for_functions
 from tfdist.utils.json_state import from_text
@@ -282,7 +282,9 @@ class GeneratorSource(DatasetSource):
         super().__init__(adapter, dataset, strategy)
         self._batches: Callable[[], Iterator[Any]] | None = None  # None: no Python generator
         if self.kind == GENERATOR:
-            self._batches = wrap_generator(adapter, self._draw)
+            # Over the batches that Keras has drawn to see their shapes, and over all others.
+            stock: Callable[[], Iterator[Any]] = adapter.generator
+            self._batches, adapter.generator = stock, lambda: self._draw(stock)
         self._rest: tuple[int, Iterator[Any]] | None = None
         self._tracks_position = False
         self._at_begin: Json = {}

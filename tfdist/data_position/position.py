@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist.tensorflow_internals.distributed_datasets import type_of_first_part
+from tfdist.tensorflow_internals.input_pipeline import type_of_first_part
 from tfdist.utils.json_state import from_json, to_json
 
 Json = dict[str, Any]

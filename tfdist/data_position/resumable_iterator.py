@@ -176,7 +176,7 @@ class ResumableIterator(EpochIteratorMixin):
     def reset(self) -> None:
         """Starts again, as Keras does before training; batches already drawn stay counted."""
         self._close()
-        super().reset()
+        super().reset()  # type: ignore[misc]
 
     def _data(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with this one."""

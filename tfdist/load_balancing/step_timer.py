@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.operation_order import after_clocks, read_clock
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 

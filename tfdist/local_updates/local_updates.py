@@ -9,14 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.collectives.key_values import key_values
 from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.synced_optimizer import Fragment, SyncedOptimizer, assign_means
-from tfdist.tensorflow_internals.finished_graphs import release_with
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.tensorflow_internals.function_graphs import release_with
 
 _KEPT_FUNCTIONS = 4
 

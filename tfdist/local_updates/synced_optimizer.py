@@ -9,13 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.outer_optimizers import (
+from tfdist.keras_internals.keras_updates import (
     exchanged_variables,
+    features_of_steps,
     moving_averages,
-    new_outer_optimizer,
-    update_anchors,
 )
+from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
@@ -124,8 +123,37 @@ def _new_fragment(variables: list[Any], paths: list[str], mode: LocalMode) -> Fr
     outer = None
     if isinstance(mode, DiLoCo):
         default = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
-        outer = new_outer_optimizer(default if mode.outer_optimizer is None else mode.outer_optimizer, anchors)
+        outer = _new_outer_optimizer(default if mode.outer_optimizer is None else mode.outer_optimizer, anchors)
     return Fragment(variables, anchors, outer, paths)
+
+
+def _new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
+    """Returns a new optimizer that is built for `anchors`.
+
+    `described` is an optimizer, whose configuration is used, a function that returns one, or what
+    `keras.optimizers.get` accepts.
+
+    Raises:
+        ValueError: If `described` is none of these, or the optimizer cannot be an outer one.
+    """
+    is_function = callable(described) and not isinstance(described, keras.optimizers.Optimizer)
+    identifier = described() if is_function else described
+    if not isinstance(identifier, keras.optimizers.Optimizer | str | dict):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {described!r}. Expected: a function that returns a Keras optimizer, "
+            "such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`, a name, or a configuration."
+        )
+    if isinstance(identifier, keras.optimizers.Optimizer):
+        optimizer = type(identifier).from_config(identifier.get_config())
+    else:
+        optimizer = keras.optimizers.get(identifier)
+    if extra := features_of_steps(optimizer):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with {', '.join(extra)}. Expected: a "
+            "Keras optimizer without: it updates once an exchange."
+        )
+    optimizer.build(list(anchors))
+    return optimizer
 
 
 def _nbytes(variable: Any) -> int:
@@ -353,7 +381,9 @@ class SyncedOptimizer:
         """Updates the anchors by the mean differences, and the weights by the anchors."""
         fragment = self.fragments[number]
         if fragment.outer is not None:
-            update_anchors(fragment.outer, fragment.anchors, sums)
+            update = OptimizerUpdate(fragment.outer, fragment.anchors)
+            update.clip_and_apply(list(sums), False)
+            update.take_back(-1)
         else:
             for anchor, difference in zip(fragment.anchors, sums, strict=True):
                 assign(self._strategy, anchor, read(anchor) - difference)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import metrics_result, update_counter
-from tfdist.keras_internals.step_logs import metric_results
+from tfdist.losses.step_logs import metric_results
 from tfdist.parameter_server.batch_split import PartInfo, PartShares, concatenated, num_rows, split, split_all, split_by
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder

@@ -13,7 +13,7 @@ from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.worker_step import StepResult
-from tfdist.tensorflow_internals.function_methods import inlined
+from tfdist.tensorflow_internals.xla_functions import inlined
 from tfdist.utils.temporary_values import setting
 
 _current: contextvars.ContextVar["LocalSteps | None"] = contextvars.ContextVar("tfdist_local_steps", default=None)

@@ -27,7 +27,7 @@ from tfdist.parameter_server.unsupported_features import reject_unsupported_clie
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
 from tfdist.servers.server_monitor import explains_lost_servers
-from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker
+from tfdist.tensorflow_internals.cluster_coordinator import PinnedCall, call_on_worker
 
 _DISCARDED = -1
 

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.losses.loss_scaling import LossStep
+from tfdist.losses.pruned_function import PrunedFunction
 from tfdist.parameter_server.worker_scope import WorkerScope
-from tfdist.tensorflow_internals.function_methods import inlined
-from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.tensorflow_internals.xla_functions import inlined
 from tfdist.utils.temporary_values import setting_attributes
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.outer_optimizers import features_of_steps
+from tfdist.keras_internals.keras_updates import features_of_steps
 from tfdist.utils.argument_checks import check_whole_number, is_number, is_whole_number
 from tfdist.utils.weak_identity_map import WeakIdentityMap
 

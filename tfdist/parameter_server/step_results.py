@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
-from tfdist.tensorflow_internals.pruned_function import needed_operations
+from tfdist.losses.pruned_function import needed_operations
+from tfdist.losses.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
 
 # "values": the logs, a structure of tensors, on the chief of arrays; "is_result": by value and result of a metric,
 # whether they are equal.

@@ -9,7 +9,7 @@ from tfdist.compression import MomentumCorrection, Policy
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.model_introspection import computes_over_all_replicas
 from tfdist.servers.server_monitor import is_reachable
-from tfdist.tensorflow_internals.function_methods import is_compiled
+from tfdist.tensorflow_internals.xla_functions import is_compiled
 
 
 def reject_unsupported_model(model: Any) -> None:

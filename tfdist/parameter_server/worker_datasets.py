@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import DataAdapter
-from tfdist.tensorflow_internals.pinned_functions import create_iterators
+from tfdist.tensorflow_internals.cluster_coordinator import create_iterators
 
 
 class WorkerIterator:

@@ -12,10 +12,9 @@ from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.keras_internals.scheduled_training import is_seed_state
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.tensorflow_internals.function_graphs import call_with
-from tfdist.tensorflow_internals.function_methods import is_in_compiled_function
 from tfdist.tensorflow_internals.server_variables import look_up_version, pull_as, send_as
 from tfdist.tensorflow_internals.tensorflow_symbols import stop_recording
-from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling, is_in_compiled_function
 from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH
 from tfdist.keras_internals.placed_variables import (
-    compiled_optimizer,
     held_variable,
     hold,
     holding,
@@ -173,11 +172,11 @@ class MovedVariables:
 
 def optimizer_variables(model: Any) -> list[keras.Variable]:
     """Returns all variables of the optimizer of a model, and of the one inside a `LossScaleOptimizer`."""
-    pair = optimizer_and_loss_scale(compiled_optimizer(model))
+    pair = optimizer_and_loss_scale(getattr(model, "optimizer", None))
     by_id = {id(variable): variable for optimizer in pair if optimizer is not None for variable in optimizer.variables}
     return list(by_id.values())
 
 
 def _ids_of_shared(model: Any) -> set[int]:
-    optimizer = compiled_optimizer(model)
+    optimizer = getattr(model, "optimizer", None)
     return set() if optimizer is None else {id(variable) for variable in shared_optimizer_variables(optimizer)}

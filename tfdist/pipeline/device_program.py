@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.independent_operations import independent_calls
-from tfdist.tensorflow_internals.pruned_function import needed_operations
+from tfdist.losses.pruned_function import needed_operations
+from tfdist.tensorflow_internals.operation_order import independent_calls
 
 Send = Callable[[Sequence[tf.Tensor], Sequence[str], Any], list[tf.Tensor]]
 

@@ -17,9 +17,9 @@ import tensorflow as tf
 from tfdist.keras_internals.compiled_loss import loss_parts
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
+from tfdist.keras_internals.losses import times
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.tensorflow_internals.factors import times
-from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.losses.pruned_function import PrunedFunction
 from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)

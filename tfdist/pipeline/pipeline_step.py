@@ -9,9 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import added
-from tfdist.keras_internals.auto_jit_compile import rejects_xla
-from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
-from tfdist.keras_internals.compiled_outputs import accuracies_of_choices
+from tfdist.keras_internals.compiled_calls import rejects_xla
+from tfdist.keras_internals.compiled_loss import accuracies_of_choices, overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.optimizers import OptimizerUpdate
@@ -41,7 +40,7 @@ from tfdist.pipeline.transfers import (
     record_transfer,
 )
 from tfdist.pipeline.update import loss_scale_of, unscaling_of, update_columns, updates_weights
-from tfdist.tensorflow_internals.independent_operations import independent_calls
+from tfdist.tensorflow_internals.operation_order import independent_calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfdist.keras_internals.compiled_loss import overridden_method, overrides_compute_loss, variables_of_own_loss
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.keras_updates import overridden_update
-from tfdist.keras_internals.layer_attributes import layers_inside
+from tfdist.keras_internals.layer_calls import layers_inside
 from tfdist.keras_internals.model_introspection import is_made_under
-from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, optimizer_and_loss_scale
+from tfdist.keras_internals.placed_variables import held_variable, optimizer_and_loss_scale
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.pipeline import Pipeline
@@ -150,7 +150,7 @@ def variable_bytes_by_device(model: Any) -> dict[str, int]:
 
     Copies in other columns, and the parts of split variables, count where they are.
     """
-    optimizer = compiled_optimizer(model)
+    optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     by_device: dict[str, int] = defaultdict(int)
     for variable in {id(variable): variable for variable in variables}.values():

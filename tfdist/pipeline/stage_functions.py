@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
-from tfdist.keras_internals.replaced_calls import initial_scope
+from tfdist.keras_internals.layer_calls import initial_scope
+from tfdist.losses.pruned_function import OF_SHAPES, needed_operations
 from tfdist.pipeline.micro_batch_loss import MicroBatchLoss, divisors_of
 from tfdist.pipeline.stages import ModelStages, Stage
-from tfdist.tensorflow_internals.pruned_function import OF_SHAPES, needed_operations
 
 _LOOKUPS = ("Gather", "GatherV2")
 _SAME_ROWS = ("Cast", "Identity")

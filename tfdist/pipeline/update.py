@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import divided, values_of
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.keras_updates import (
     averaged_variables,
     averages_of,
@@ -25,7 +24,7 @@ from tfdist.keras_internals.keras_updates import (
     moved_average,
     positions_of_gradients,
 )
-from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, optimizer_and_loss_scale, shared_optimizer_variables
 from tfdist.pipeline.columns import Columns
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares

@@ -17,7 +17,7 @@ from tfdist.planning.measurements import DENSE, Collective, ExchangeMeasurement
 from tfdist.probe.probe_strategy import ProbeStrategy
 from tfdist.probe.process_usage import timed
 from tfdist.probe.worker_steps import UpdateGradients
-from tfdist.tensorflow_internals.loopback_collectives import loopback_launcher
+from tfdist.tensorflow_internals.collective_launcher import loopback_launcher
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 
 _MAX_COMPARED_VALUES = 1 << 26

@@ -13,7 +13,7 @@ from tfdist.collectives.byte_counters import ByteCounters
 from tfdist.collectives.recorded_reduction import KeptGradients
 from tfdist.compression import Policy
 from tfdist.strategies import MultiWorkerMirroredStrategy
-from tfdist.tensorflow_internals.loopback_collectives import alone, loop_back
+from tfdist.tensorflow_internals.collective_launcher import alone, loop_back
 
 _OURS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy")
 _TENSORFLOWS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy")

@@ -13,12 +13,12 @@ import tensorflow as tf
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES, fill_buckets
 from tfdist.collectives.recorded_reduction import Recorder
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.keras_internals.variable_paths import trained_variables
+from tfdist.keras_internals.optimizers import variables_by_path
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
 from tfdist.probe.process_usage import idle_seconds, peak_bytes, reset_peak, timed, work_seconds
-from tfdist.tensorflow_internals.graph_clock import after_clocks
+from tfdist.tensorflow_internals.operation_order import after_clocks
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _FIRST_STEPS = 2  # left out: they trace, compile and fill caches
@@ -216,7 +216,7 @@ class WorkerSteps:
         total = 0.0
         for update in updates:
             for optimizer in optimizers_of(self._model):
-                variables = trained_variables(self._strategy, optimizer)
+                variables = variables_by_path(self._strategy, optimizer)
                 if set(update.paths) <= set(variables):
                     total += self._update_seconds(optimizer, update, [variables[path] for path in update.paths])
                     break

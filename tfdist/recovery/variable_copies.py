@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
 from tfdist.recovery.worker_tensors import TensorSlice, parts_of, slice_spec
-from tfdist.tensorflow_internals.split_value import SplitValue
+from tfdist.tensorflow_internals.placed_strategy import SplitValue
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 Json = dict[str, Any]

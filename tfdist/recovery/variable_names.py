@@ -13,10 +13,8 @@ from tfdist.keras_internals.model_state import (
     ModelVariable,
     OptimizerState,
     components,
-    metric_variables_by_key,
     model_variables,
     optimizers_of,
-    path_of,
 )
 from tfdist.keras_internals.split_slot import SplitSlot
 from tfdist.recovery.compatibility import VariableSpec
@@ -123,7 +121,7 @@ class NamedVariables:
         """The states of the metrics and of the loss trackers."""
         return {
             f"{METRICS}{key}": self._named(variable, "total" if variable.aggregation == "sum" else "first")
-            for key, variable in metric_variables_by_key(self._model).items()
+            for key, variable in _metric_variables_by_key(self._model).items()
         }
 
     def send_split_slots(self) -> None:
@@ -146,9 +144,22 @@ class NamedVariables:
         return {f"{variable.kind}/{variable.key}": variable for variable in model_variables(self._model)}
 
     def _named(self, variable: Any, rule: Rule = "first") -> NamedVariable:
-        return NamedVariable(path_of(variable), components(self._strategy, variable), rule)
+        path = getattr(variable, "path", None) or variable.name.partition(":")[0]  # a `tf.Variable` has a name only
+        return NamedVariable(str(path), components(self._strategy, variable), rule)
 
 
 def variable_specs(variables: Mapping[str, NamedVariable]) -> dict[str, VariableSpec]:
     """Returns the specs of `variables`."""
     return {name: variable.spec for name, variable in variables.items()}
+
+
+def _metric_variables_by_key(model: Any) -> dict[str, Any]:
+    """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
+    variables_by_key: dict[str, Any] = {}
+    seen: set[int] = set()
+    for position, metric in enumerate(model.metrics):
+        for index, variable in enumerate(metric.variables):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                variables_by_key[f"{position}.{type(metric).__name__}/{index}"] = variable
+    return variables_by_key

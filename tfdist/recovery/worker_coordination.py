@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.collectives.key_values import key_values
 
 _counter = itertools.count()  # counts only those of several workers: the chief may have trained alone before
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.worker_calls import call_once, call_workers, host_of, own_task, task_of
-from tfdist.tensorflow_internals.split_value import SplitValue
+from tfdist.tensorflow_internals.placed_strategy import SplitValue
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
 from tfdist.compression.gradient_tensors import all_finite
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.owned_updates import OwnedUpdate
-from tfdist.keras_internals.part_updates import PartUpdate
-from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots_of
+from tfdist.keras_internals.part_updates import OwnedUpdate, PartUpdate
+from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots
 from tfdist.sharded_state.exchange import PartExchange, own_part
 from tfdist.sharded_state.layout import Unit
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
@@ -147,7 +146,7 @@ def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.
 
 def held_update(update: OptimizerUpdate, context: ReductionContext, compiles: bool | None) -> WholeUpdate:
     """Returns the update of an optimizer, a `ShardedUpdate` if it has split slots; see `WholeUpdate`."""
-    slots = split_slots_of(update)
+    slots = split_slots(update.optimizer)
     if slots is None:
         return WholeUpdate(update, context, compiles)
     return ShardedUpdate(update, slots, context, compiles)

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.collectives.key_values import key_values
 from tfdist.sharded_state.layout import SpanLayout
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.tensorflow_internals.key_values import key_values
 from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 
 # Longer than a worker should be busy elsewhere, such as with the callbacks of an epoch.

@@ -7,10 +7,15 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.functional_graph import graph_of
-from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
-from tfdist.keras_internals.layer_attributes import kernel_of, output_projection_of, projections_of, table_of
-from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.layer_calls import (
+    LayerCall,
+    kernel_of,
+    output_projection_of,
+    projections_of,
+    table_of,
+)
 from tfdist.tensor_parallel.composite_layers import hidden_values_of, inner_layers_of
+from tfdist.tensor_parallel.inner_calls import InnerCalls, inner_calls
 from tfdist.tensor_parallel.sharded_layers import (
     aware_layers,
     drops_parts,

@@ -10,9 +10,14 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.inner_calls import InnerCall, InnerCalls, inner_calls
-from tfdist.keras_internals.layer_attributes import is_rematerialized, kernel_of, layers_inside, output_projection_of
-from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.layer_calls import (
+    LayerCall,
+    is_rematerialized,
+    kernel_of,
+    layers_inside,
+    output_projection_of,
+)
+from tfdist.tensor_parallel.inner_calls import InnerCall, InnerCalls, inner_calls
 from tfdist.tensor_parallel.sharded_layers import (
     ELEMENTWISE,
     aware_layers,

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import set_mask
-from tfdist.keras_internals.layer_attributes import (
+from tfdist.keras_internals.layer_calls import (
     dropout_of,
     is_rematerialized,
     kernel_of,

@@ -9,11 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_outputs import logits_behind, replaced_losses
+from tfdist.keras_internals.compiled_loss import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
-from tfdist.keras_internals.layer_attributes import kernel_of
-from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.keras_internals.replaced_calls import replaced_calls
+from tfdist.keras_internals.layer_calls import LayerCall, kernel_of, replaced_calls
 from tfdist.pipeline.device_program import DeviceProgram
 from tfdist.pipeline.stage_functions import (
     StageFunction,

@@ -12,14 +12,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_loss import has_built_loss, overridden_method, overrides_compute_loss
-from tfdist.keras_internals.compiled_outputs import (
+from tfdist.keras_internals.compiled_loss import (
     crossentropy_options,
+    has_built_loss,
     is_accuracy,
     logits_behind,
     losses_of_outputs,
     metrics_of_outputs,
     note_logits,
+    overridden_method,
+    overrides_compute_loss,
 )
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.keras_symbols import set_mask

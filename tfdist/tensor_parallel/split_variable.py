@@ -9,10 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.created_parts import NewValue
-from tfdist.keras_internals.placed_variables import identity_of
-from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, PlacedExtended, variable_like
-from tfdist.tensorflow_internals.split_value import SplitValue
+from tfdist.keras_internals.placed_variables import NewValue, identity_of
+from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, PlacedExtended, SplitValue, variable_like
 
 
 def part_size(size: int, ways: int) -> int:

@@ -26,6 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.key_values import key_values
 from tfdist.tensorflow_internals.input_pipeline import (
     calls_shard,
     is_per_worker,
@@ -33,7 +34,6 @@ from tfdist.tensorflow_internals.input_pipeline import (
     random_parts,
     runs_python,
 )
-from tfdist.tensorflow_internals.key_values import key_values
 from tfdist.tensorflow_internals.runtime import global_seed_for_functions
 
 Fingerprint = list[Any]  # of one input: shape, hash or projections, whether its rows differ

@@ -15,14 +15,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import jit_compiles
+from tfdist.keras_internals.compiled_calls import jit_compiles
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,
     batch_statistics,
     computes_over_all_replicas,
     first_input,
-    first_variable_outside,
     has_own_loss,
     is_made_under,
     predicting_model,
@@ -30,11 +29,10 @@ from tfdist.keras_internals.model_introspection import (
     step_states,
 )
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica, filled_samples, is_complete
 from tfdist.tensorflow_internals.shared_operations import step_after
-from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
+from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled, workers_with_other_cpus
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
 from tfdist.training.sample_shares import (
@@ -292,7 +290,8 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
     Raises:
         ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
     """
-    stray = first_variable_outside(model)
+    variables = [*model.variables, *model.metrics_variables]
+    stray = next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
     if stray is not None:
         raise ValueError(
             "A variable was created outside the strategy's scope, so it is not on all replicas. "

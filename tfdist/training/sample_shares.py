@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import rejects_xla
+from tfdist.keras_internals.compiled_calls import rejects_xla
 from tfdist.keras_internals.keras_symbols import losses
+from tfdist.keras_internals.losses import times
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
 from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.utils.temporary_values import setting, setting_attributes
 

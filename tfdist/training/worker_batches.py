@@ -9,12 +9,14 @@ import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import accepts_zeros, first_input
 from tfdist.load_balancing.step_timer import TimedStep
-from tfdist.tensorflow_internals.batch_selection import rows_of_worker
-from tfdist.tensorflow_internals.distributed_datasets import asks_for_the_end, batch_types, num_own_replicas
+from tfdist.tensorflow_internals.batch_selection import SelectableDataset
 from tfdist.tensorflow_internals.input_pipeline import (
+    asks_for_the_end,
+    batch_types,
     calls_shard,
     constant_batch_size,
     is_per_worker,
+    num_own_replicas,
     parts_of_dataset,
     reads_files,
 )
@@ -64,8 +66,8 @@ def worker_batches(
         The batches, and whether TensorFlow's auto-sharding must follow, which gives each worker separate files.
     """
     check_has_batches(dataset)
-    rows = rows_of_worker(dataset, replicas_of_workers, rank)
-    if rows is not None:
+    if isinstance(dataset, SelectableDataset):
+        rows = dataset.select(replicas_of_workers=tuple(replicas_of_workers), rank=rank)
         own_replicas = replicas_of_workers[rank]
         return (rows if own_replicas == 1 else _own_parts(rows, 0, own_replicas, own_replicas)), False
     replicas, first, own_replicas = sum(replicas_of_workers), sum(replicas_of_workers[:rank]), replicas_of_workers[rank]

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.replica_count import power_of_count, replica_count
+from tfdist.losses.replica_count import power_of_count, replica_count
 
 pytestmark = pytest.mark.usefixtures("cpus")
 COUNT = replica_count(2)

@@ -3,8 +3,8 @@
 import pytest
 import tensorflow as tf
 
+from tfdist.collectives.key_values import KeyValues
 from tfdist.exchange.exchange_errors import WorkerLostError
-from tfdist.tensorflow_internals.key_values import KeyValues
 
 
 class Store(dict):

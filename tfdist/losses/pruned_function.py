@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.function_graphs import operations_behind
+
 OF_SHAPES = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})  # do not depend on values
 
 
@@ -57,10 +59,5 @@ def needed_operations(*operations: Any, ends: Collection[str] = ()) -> dict[str,
 
     Control inputs do not count: through them a function's outputs wait for assertions and reads elsewhere in it.
     """
-    types, waiting = {}, list(operations)
-    while waiting:
-        needed = waiting.pop()
-        if needed.name not in types:
-            types[needed.name] = needed.type
-            waiting += [] if needed.type in ends else [tensor.op for tensor in needed.inputs]
-    return types
+    behind = operations_behind(*operations, inputs_of=lambda needed: () if needed.type in ends else needed.inputs)
+    return {needed.name: needed.type for needed in behind}

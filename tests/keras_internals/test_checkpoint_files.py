@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 from replaced_paths import recording_patch
 
-from tfdist.tensorflow_internals import checkpoint_files
-from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
+from tfdist.keras_internals import saved_files
+from tfdist.keras_internals.saved_files import patch_checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -69,11 +69,11 @@ def test_saved_models_replace_their_files(patch, tmp_path):
 def test_variables_are_exported_in_the_order_of_their_creation(patch, monkeypatch, tmp_path):
     """Keras lists them by way of a set, so in another order in each process."""
     exported = []
-    monkeypatch.setattr(checkpoint_files._saved_model, "save_and_return_nodes", lambda obj, _: exported.append(obj))
+    monkeypatch.setattr(saved_files._saved_model, "save_and_return_nodes", lambda obj, _: exported.append(obj))
     patch()
     variables = [tf.Variable(float(number)) for number in range(12)]  # names with one digit, and with two
     archive = tf.Module()
     archive._all_variables = variables[::-1]
-    checkpoint_files._saved_model.save_and_return_nodes(archive, str(tmp_path / "exported"))
+    saved_files._saved_model.save_and_return_nodes(archive, str(tmp_path / "exported"))
     (archive,) = exported
     assert [float(variable) for variable in archive._all_variables] == list(range(12))

@@ -1,57 +1,10 @@
 """Values under keys, by which the workers of a cluster agree."""
 
-import queue
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-
-from tfdist.tensorflow_internals.tensorflow_symbols import context
-
-
-class ClusterKeyValues:
-    """The key-value store of TensorFlow's cluster."""
-
-    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
-        """Gives all workers a value under a new key, also where only one of them needs it."""
-        context().set_config_key_value(key, value)
-
-    def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
-        """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`."""
-        ended: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
-
-        def wait() -> None:
-            try:
-                ended.put(str(context().get_config_key_value(key)))
-            except BaseException as error:
-                ended.put(error)
-
-        threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
-        try:
-            value = ended.get(timeout=timeout_seconds)
-        except queue.Empty:
-            return None
-        if isinstance(value, BaseException):
-            raise value
-        return value
-
-    def propose(self, key: str, value: str) -> str:
-        """Gives all workers a value under a key unless a worker has done so before; returns what is there."""
-        with suppress(tf.errors.AlreadyExistsError):
-            self.publish(key, value)
-        return str(self.wait_for(key))
-
-    def take(self, key: str) -> str:
-        """Waits for the value under a key, and removes it."""
-        value = str(self.wait_for(key))
-        self.withdraw(key)
-        return value
-
-    def withdraw(self, key: str) -> None:
-        """Removes what was published under a key."""
-        context().delete_config_key_value(key)
 
 
 class KeyValues:

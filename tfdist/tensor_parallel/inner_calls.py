@@ -8,9 +8,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.layer_attributes import layers_inside
-from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
+from tfdist.keras_internals.layer_calls import (
+    LayerCall,
+    initial_scope,
+    is_rematerialized,
+    layers_inside,
+    replaced_calls,
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ class InnerCalls:
     def owns_its_variables(self, layer: Any) -> bool:
         """Whether nothing outside of the calls of an inner layer uses its variables."""
         numbers = {operation.name: number for number, operation in enumerate(self.operations)}
-        call_ranges = [range(one.first, one.end) for one in self.calls if one.layer is layer]
-        users = [user for one in layer.variables if id(one) in self.values for user in self.values[id(one)].consumers()]
+        call_ranges = [range(call.first, call.end) for call in self.calls if call.layer is layer]
+        values = [self.values[id(variable)] for variable in layer.variables if id(variable) in self.values]
+        users = [user for value in values for user in value.consumers()]
         return all(any(numbers[user.name] in call_range for call_range in call_ranges) for user in users)
 
     @property
@@ -75,21 +80,20 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
     Layers `of_any_width` have results with a last axis of unknown size, so that nothing can depend on it. Returns None
     if the layer has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
     """
-    layers = _inner_layers(call.operation)
-    if not layers or any(getattr(one, "_remat_mode", None) for one in (call.operation, *layers)):
+    layers = layers_inside(call.operation) if isinstance(call.operation, keras.layers.Layer) else []
+    if not layers or any(map(is_rematerialized, (call.operation, *layers))):
         return None
     traced_calls = InnerCalls()
     tensors, variables = list(call.inputs), call.variables
-    specs = [tf.TensorSpec(one.shape, one.dtype) for one in (*tensors, *variables)]
+    specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in (*tensors, *variables)]
 
     def traced(*function_inputs: tf.Tensor) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
         values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, function_inputs, strict=False)}
-        traced_calls.values = {
-            id(one): value for one, value in zip(variables, function_inputs[len(tensors) :], strict=True)
-        }
+        variable_values = function_inputs[len(tensors) :]
+        traced_calls.values = dict(zip(map(id, variables), variable_values, strict=True))
         recorded = {layer: _recorded(layer, traced_calls, graph, of_any_width) for layer in layers}
-        with initial_scope(variables, function_inputs[len(tensors) :]) as scope, replaced_calls(recorded):
+        with initial_scope(variables, variable_values) as scope, replaced_calls(recorded):
             results = [*call(values, training=training), *scope.losses]
         return [tf.identity(tf.convert_to_tensor(result), name="returned") for result in results]
 
@@ -101,16 +105,12 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
         traced_calls.function = contextvars.Context().run(trace)  # without the losses of a step
     except Exception:  # Whatever a layer raises, it can be computed as a whole.
         return None
-    return None if any(one.first < 0 for one in traced_calls.calls) else traced_calls
-
-
-def _inner_layers(operation: Any) -> list[Any]:
-    return layers_inside(operation) if isinstance(operation, keras.layers.Layer) else []
+    return None if any(inner.first < 0 for inner in traced_calls.calls) else traced_calls
 
 
 def _recorded(layer: Any, traced_calls: InnerCalls, graph: Any, of_any_width: Sequence[Any]) -> Callable[..., Any]:
     call = type(layer).call.__get__(layer)
-    is_any_width = any(layer is layer_of_any_width for layer_of_any_width in of_any_width)
+    is_any_width = any(layer is wide_layer for wide_layer in of_any_width)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         is_inside = tf.compat.v1.get_default_graph() is graph

@@ -1,6 +1,5 @@
 """Which logs of a step are results of the model's metrics, and which are the step's own values."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -15,23 +14,6 @@ def metric_results(model: Any) -> list[tuple[str, Any]]:
         results += result.items() if isinstance(result, dict) else [(metric.name, result)]
     # A metric may return one of its variables.
     return [(name, tf.convert_to_tensor(result)) for name, result in results]
-
-
-def possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:
-    """Returns the positions of logs and of results that may be equal: by name, otherwise any of the same kind.
-
-    Steps often return the result of a metric under another name than the metric's.
-    """
-    names = names_of(logs) if results else []
-    leaves = tf.nest.flatten(logs)
-    pairs = []
-    for position, name in enumerate(names):
-        same_name = [index for index, (of, _) in enumerate(results) if of == name]
-        other_name = [index for index, (of, _) in enumerate(results) if of not in names]
-        pairs += [
-            (position, index) for index in same_name or other_name if are_alike(leaves[position], results[index][1])
-        ]
-    return pairs
 
 
 def names_of(logs: Any) -> list[str]:

@@ -1,36 +1,78 @@
-"""The order in which a `tf.function` runs the assertions, prints and Python functions of several replicas."""
+"""The order in which a `tf.function` runs operations: of several replicas, of independent calls, and of the clock."""
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.independent_operations import is_in_common_order, leave_unordered
+from tfdist.utils.temporary_values import setting
 
-private(
-    "tensorflow.python.framework.ops:Operation._add_control_inputs",
-    "orders the operations of a replica that its function leaves unordered",
+_is_ordered = private(
+    "tensorflow.python.framework.auto_control_deps:op_is_stateful", "tells which operations a function orders"
 )
+_resources_of = private(
+    "tensorflow.python.framework.auto_control_deps:_get_resource_inputs", "tells which operations use a resource"
+)
+
+_LEFT_UNORDERED = "_independent_side_effects"
 _autograph_status = private(
     "tensorflow.python.autograph.core.ag_ctx:control_status_ctx", "whether AutoGraph converts what is being traced"
 )
 _with_autograph = private(
     "tensorflow.python.autograph.impl.api:tf_convert", "lets AutoGraph convert a function that replicas call"
 )
-private(
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._clone",
-    "calls all replicas in a function with the options of the given one",
-)
 _LOOPS = tuple(
     private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a loop, where no sum may be")
     for name in ("WhileBodyFuncGraph", "WhileCondFuncGraph")
 )
-
 _BETWEEN_REPLICAS = -1
 _graph_of_replicas: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_graph_of_replicas", default=None)
+
+
+def leave_unordered(operation: Any) -> None:
+    """Lets an operation, or that of a tensor, wait only for its inputs and control dependencies.
+
+    An assertion on what other replicas have sent would otherwise hold up all that a function does afterwards. Eagerly,
+    where an assertion returns `None`, nothing happens.
+    """
+    if tf.executing_eagerly() or operation is None:
+        return
+    manager = getattr(operation.graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(getattr(operation, "op", operation))
+
+
+def is_in_common_order(operation: Any) -> bool:
+    """Whether a function runs it after all other such operations: not those that use a resource, which have its order.
+
+    A dataset that is reduced uses the variables of the functions that it maps, though no input is a resource.
+    """
+    if not _is_ordered(operation) or any(True for _ in _resources_of(operation)):
+        return False
+    return _LEFT_UNORDERED not in operation.node_def.attr
+
+
+@contextmanager
+def independent_calls() -> Iterator[None]:
+    """Leaves function calls that the body adds to the graph unordered, unless their inputs contain a resource.
+
+    A `tf.function` runs stateful operations in the order in which they were added. The call of a function with random
+    numbers, an assertion or a loop counts as stateful, so stages that compute different micro-batches would wait for
+    each other. The body orders its calls by explicit control dependencies.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    manager = getattr(graph, "experimental_acd_manager", None)
+    if manager is None:
+        return
+    for operation in graph.get_operations()[before:]:
+        if operation.type == "StatefulPartitionedCall" and is_in_common_order(operation):
+            manager.run_independently(operation)
 
 
 def reject_loop_in_replica() -> None:
@@ -108,9 +150,27 @@ class _Tracing:
         # Ascending numbers of operations, and the replica that adds those from there on.
         self._turns = [(len(graph.get_operations()), _BETWEEN_REPLICAS)]
 
-    def next_replica(self) -> "_Replica":
+    @contextmanager
+    def next_replica(self) -> Iterator[None]:
+        """Is the part of a replica, which merge calls interrupt."""
+        number, context = self._replicas, tf.distribute.get_replica_context()
         self._replicas += 1
-        return _Replica(self, self._replicas - 1)
+        merge_call = context.merge_call
+
+        def merge(*args: Any, **kwargs: Any) -> Any:
+            self.take_turn(_BETWEEN_REPLICAS)
+            merged = merge_call(*args, **kwargs)
+            self.take_turn(number)
+            return merged
+
+        context.merge_call = merge  # this object is of this thread and call
+        self.take_turn(number)
+        try:
+            with setting(_graph_of_replicas, self.graph):
+                yield
+        finally:
+            del context.merge_call
+            self.take_turn(_BETWEEN_REPLICAS)
 
     def take_turn(self, replica: int) -> None:
         self._turns.append((len(self.graph.get_operations()), replica))
@@ -137,33 +197,42 @@ class _Tracing:
             _run_after(after, independent)
 
 
-class _Replica:
-    """The part of a replica in the tracing, which merge calls interrupt."""
-
-    def __init__(self, tracing: _Tracing, number: int) -> None:
-        self._tracing, self._number = tracing, number
-
-    def __enter__(self) -> None:
-        self._context = context = tf.distribute.get_replica_context()
-        merge_call = context.merge_call
-
-        def merge(*args: Any, **kwargs: Any) -> Any:
-            self._tracing.take_turn(_BETWEEN_REPLICAS)
-            merged = merge_call(*args, **kwargs)
-            self._tracing.take_turn(self._number)
-            return merged
-
-        context.merge_call = merge  # this object is of this thread and call
-        self._token = _graph_of_replicas.set(self._tracing.graph)
-        self._tracing.take_turn(self._number)
-
-    def __exit__(self, *_: Any) -> None:
-        _graph_of_replicas.reset(self._token)
-        del self._context.merge_call
-        self._tracing.take_turn(_BETWEEN_REPLICAS)
-
-
 def _run_after(operation: Any, earlier: Any) -> None:
     operation._add_control_inputs(
         [earlier_operation for earlier_operation in dict.fromkeys(earlier) if earlier_operation is not None]
     )
+
+
+def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
+    """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar on `host`.
+
+    TensorFlow executes what is ready in any order. So it may read a clock that waits for some tensors long after these
+    are there, and first compute what uses them: once it has learned how long operations take, it does so in each step,
+    if it has one thread. Nothing is timed unless it waits for the clock (`after_clocks`).
+
+    `ready` are tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
+    """
+    with tf.control_dependencies(_values(ready)), tf.device(host):
+        seconds = _seconds()
+        # Later operations, including other replicas' collectives, would wait for it.
+        leave_unordered(seconds)
+        return tf.cast(seconds * 1e9, tf.int64)  # to 256 ns
+
+
+def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[Any]:
+    """Returns `tensors`, dense or `tf.IndexedSlices`, such that what uses them waits for all `readings`."""
+    with tf.control_dependencies(readings):
+        return [
+            tf.IndexedSlices(tf.identity(tensor.values), tensor.indices, tensor.dense_shape)
+            if isinstance(tensor, tf.IndexedSlices)
+            else tf.identity(tensor)
+            for tensor in tensors
+        ]
+
+
+def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
+    return [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
+
+
+def _seconds() -> tf.Tensor:
+    return tf.timestamp()

@@ -1,14 +1,12 @@
 """The number of replicas as a number whose traces in a loss can be found."""
 
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 _NAME = "num_replicas_to_the_power_"
-_LIBRARIES = frozenset({"keras", "tensorflow", "tfdist"})
 
 
 class _Multiple:
@@ -48,20 +46,6 @@ def replica_count(number: int) -> int:
     (True, 0.5, 16, 3)
     """
     return _multiple(number, 1)
-
-
-def is_read_by_user() -> bool:
-    """Whether the caller's property is being read by a user's code.
-
-    TensorFlow's strategies, Keras and tfdist read the number of replicas, too.
-    """
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("tensorflow.python.distribute."):
-            return module.partition(".")[0] not in _LIBRARIES
-        frame = frame.f_back
-    return False
 
 
 def power_of_count(tensor: tf.Tensor) -> int:
