@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.strategies import MultiWorkerMirroredStrategy
-from tfdist.training.shown_batches import common_inputs, shown_batches
+from tfdist.training.batch_comparison import common_inputs, shown_batches
 
 ROWS, BATCH, WIDTH, EPOCHS, ROUNDS = 12_800, 256, 1024, 4, 15
 STEPS = ROWS // BATCH

@@ -6,12 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
 from tfdist.callbacks.plan_comparison import PlanComparison, StepMeter
 from tfdist.callbacks.strategy_support import check_strategies_early, describe_strategy, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations, LinkStats
 from tfdist.collectives.byte_counters import GRADIENTS, counted_since
 from tfdist.keras_internals.epoch_iterator import last_step
+from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.training.strategy_protocol import training_strategy
 from tfdist.utils.argument_checks import check_whole_number
@@ -20,12 +20,9 @@ from tfdist.utils.formatting import byte_unit, short_device, table_with_total
 
 @dataclass(frozen=True)
 class LinkReading:
-    """What the devices of a strategy with stages have sent in training steps.
+    """What the devices of a strategy with stages have sent in training steps."""
 
-    Attributes:
-        links: The counts of each link, by the full names of the sending and the receiving device with a space between.
-    """
-
+    # The counts of each link, by the full names of the sending and the receiving device with a space between.
     links: dict[str, LinkStats] = field(default_factory=dict)
 
     @classmethod
@@ -71,6 +68,35 @@ class LinkReading:
         ]
         title = f"{unit} sent per update from device to device ({updates:,} update{'s' * (updates > 1)}):"
         return "\n".join([title, *table_with_total([["link", *kinds], *rows, row("total", total)])])
+
+
+class ExchangeTimingCallback(ListedCallback):
+    """A callback that can have the training step take the times of the gradient exchange.
+
+    The first such callback of a list starts the timing, and the last one stops it.
+    """
+
+    timing = False  # whether this callback asks for times
+
+    def begin_timing(self) -> None:
+        """Starts timing from zero. The step is traced again. Call this in `on_train_begin`."""
+        if self._timed_callbacks()[:1] == [self]:
+            self._time(True)
+
+    def end_timing(self) -> None:
+        """Stops timing. Call this in `on_train_end`."""
+        if self._timed_callbacks()[-1:] == [self]:
+            self._time(False)
+
+    def _timed_callbacks(self) -> list[Any]:
+        listed = self.neighbours or (self,)
+        return [callback for callback in listed if isinstance(callback, ExchangeTimingCallback) and callback.timing]
+
+    def _time(self, enabled: bool) -> None:
+        reduction = training_strategy(self.model.distribute_strategy).gradient_reduction
+        if reduction is not None:
+            reduction.measure_durations(enabled)
+            self.model.make_train_function(force=True)
 
 
 class CommunicationReport(ExchangeTimingCallback):
@@ -226,7 +252,7 @@ class CommunicationReport(ExchangeTimingCallback):
         paths = set(OptimizerUpdate(self.model.optimizer, self.model.trainable_variables).paths)
         values = {
             method: [number for path, number in by_path.items() if path in paths]
-            for method, by_path in strategy.gradient_reduction.values_by_method().items()
+            for method, by_path in strategy.gradient_reduction.counters.sizes().items()
         }
         title = (
             f"Gradients sent per update by this worker's first replica ({reading.updates:,} "
@@ -258,7 +284,7 @@ class _Reading:
         reduction = training_strategy(strategy).gradient_reduction
         if reduction is None:
             return cls()
-        return cls(strategy.communication.updates, reduction.communication_by_method(), reduction.durations_by_method())
+        return cls(strategy.communication.updates, reduction.counters.by_label(), reduction.durations_by_method())
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "_Reading":

@@ -4,6 +4,8 @@ import os
 import secrets
 import sys
 import threading
+import time
+from dataclasses import asdict, replace
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
@@ -12,16 +14,14 @@ from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
-from tfdist.data_position.resumable_iterator import patch_epoch_iterator
-from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
+from tfdist.data_position.position import Position
+from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
-from tfdist.recovery.checkpoint_saver import CheckpointSaver
-from tfdist.recovery.preemption import PreemptionHandler, exit_process
+from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices, exit_process
 from tfdist.recovery.random_generators import drawn_before_fit
-from tfdist.recovery.ray_train_notices import RayTrainNotices
 from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     is_terminated_by_nan,
@@ -31,7 +31,7 @@ from tfdist.recovery.recovery_warnings import (
     warn_terminated_by_nan,
     warn_training_complete,
 )
-from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint, resume_data
+from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
@@ -101,7 +101,8 @@ class FailureRecovery(LastCallback):
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many epochs. Defaults to 1 if no interval is given.
             keep: How many checkpoints to keep at least; after a restart there may be up to `2 * keep - 1`.
-            peer_timeout_seconds: How long the chief waits for the other workers' parts of a checkpoint.
+            peer_timeout_seconds: How long the chief waits for the other workers' parts of a checkpoint, and they for
+                the chief before training begins.
             background: Whether to write in the background. If False, a step waits until its checkpoint is on disk.
             replay_data: Whether to draw data without a position, such as a Python generator, again from its beginning
                 to return to the position. If False, such data is an error.
@@ -134,6 +135,7 @@ class FailureRecovery(LastCallback):
         rank, num_workers = rank_and_num_workers(strategy)
         warn_untested_on_tpu(strategy)
         self._coordination = WorkerCoordination(rank, num_workers)
+        self._coordination.wait_for_chief(self._store.peer_timeout_seconds)
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
         timeout = self._store.peer_timeout_seconds
@@ -142,7 +144,7 @@ class FailureRecovery(LastCallback):
             warn_lost_callback_state(self.others)
             self._lock_directory()
             self._state.check_workers_see(self._store.directory)
-        sequence, attempt = self._coordination.broadcast("resume", self._choose() if rank == 0 else None)
+        sequence, self._attempt = self._coordination.broadcast("resume", self._choose() if rank == 0 else None)
         self._restored: Checkpoint | None = None
         self._reports_resume_cost = False
         self._was_complete = self._is_terminated_by_nan = False
@@ -152,10 +154,7 @@ class FailureRecovery(LastCallback):
         if sequence is not None:
             self._resume(open_chosen_checkpoint(self._store, sequence, rank))
         self._learning_rates.mark_trained()
-        sequence = 0 if sequence is None else sequence + 1
-        self._saver = CheckpointSaver(
-            self._state, self._iterator, self._store, self._writer, self._coordination, attempt, sequence, self._drawn
-        )
+        self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         fit = running_fit(self.model)
         self._preemption = PreemptionHandler(
@@ -231,7 +230,7 @@ class FailureRecovery(LastCallback):
                 warn_terminated_by_nan(self._progress.step, self._store.directory)
         elif not self._was_complete:
             stopped = bool(self.model.stop_training)
-            self._progress = self._progress.finished(stopped=stopped, requested_epochs=self._epochs)
+            self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
             self._save()
             self._writer.wait()
         self._preemption.close()
@@ -269,8 +268,11 @@ class FailureRecovery(LastCallback):
             if rank == 0:
                 warn_training_complete(progress, epochs, self._store.directory)
         else:
-            progress = progress.resumed()
-            resume_data(self._iterator, checkpoint, rank, num_workers, replay=self._replay_data)
+            progress = replace(progress, stopped=False, requested_epochs=None)
+            # An additional worker resumes at the position of rank 0.
+            position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
+            same_workers = checkpoint.num_ranks == num_workers
+            self._iterator.resume_at(Position.from_json(position), replay=self._replay_data, same_workers=same_workers)
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)
             self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
@@ -285,10 +287,44 @@ class FailureRecovery(LastCallback):
         )
 
     def _save(self) -> None:
+        """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this."""
+        rank, num_workers, progress = self._coordination.rank, self._coordination.num_workers, self._progress
+        # What is written must not change with `self`, which a later `fit` may use while an earlier one still writes.
+        store, sequence, attempt = self._store, self._next_sequence, self._attempt
         on_written = None if self._heartbeat is None else self._heartbeat.saved
-        self.stall_seconds += self._saver.save(
-            self._progress, self._logs, self._learning_rates.values, on_written, background=self._background
-        )
+        metadata = {
+            "progress": asdict(progress),
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "learning_rates": self._learning_rates.values,
+            "drawn": self._drawn,
+        }
+        self._state.wait_for_steps()
+        started = time.perf_counter()
+        position = self._iterator.position(progress.next_step, self._logs)
+        self._writer.wait()  # the next snapshot overwrites what it writes
+        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
+        self._next_sequence += 1
+
+        def write() -> None:
+            snapshot.finish()
+            store.save(
+                sequence,
+                attempt,
+                rank=rank,
+                num_ranks=num_workers,
+                rank_shard=snapshot.rank,
+                shared_shard=snapshot.shared,
+                metadata=metadata,
+                worker_files=snapshot.worker_files,
+            )
+            if on_written is not None and rank == 0:  # the chief's write ends after those of all ranks
+                on_written(sequence, progress.step)
+
+        self._writer.submit(write)
+        if not self._background:
+            self._writer.wait()
+        self.stall_seconds += time.perf_counter() - started
         self._schedule.saved()
         self.saves += 1
 

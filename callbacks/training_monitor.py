@@ -9,11 +9,11 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
-from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
+from tfdist.callbacks.communication_report import ExchangeTimingCallback
 from tfdist.callbacks.failure_recovery import FailureRecovery
 from tfdist.callbacks.strategy_support import check_strategies_early
 from tfdist.collectives import CommunicationStats, ExchangeDurations
@@ -44,15 +44,11 @@ DESCRIPTIONS = {
 Scalars = dict[str, float]
 
 
-class ScalarSource(Protocol):
-    """Measures a part of a training."""
-
-    def scalars(self) -> Scalars:
-        """Returns the values since the last call, by name; empty if there are none."""
-
-
 class StepTimes:
-    """Measures training steps by the clock of this process."""
+    """Measures training steps by the clock of this process.
+
+    Like that of the classes below, `scalars` returns the values since its last call, by name; empty if there are none.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0  # of all steps since the last call of `scalars`, including the first one
@@ -105,21 +101,7 @@ class CommunicationScalars:
         if self._reduction is None:
             return CommunicationStats(), ExchangeDurations()
         durations = sum(self._reduction.durations_by_method().values(), ExchangeDurations())
-        return self._reduction.communication(), durations
-
-
-class ResidualNorm:
-    """Measures the residuals of this worker's first replica. Empty without error feedback."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._state = training_strategy(strategy).compression_state
-
-    def scalars(self) -> Scalars:
-        replicas = {} if self._state is None else self._state.replicas
-        first = min(replicas, key=lambda name: int(name.removeprefix("replica_")), default=None)
-        entries = () if first is None else replicas[first].entries.values()
-        residuals = [entry["residual"] for entry in entries if "residual" in entry]
-        return {"residual_norm": float(tf.linalg.global_norm(residuals))} if residuals else {}
+        return self._reduction.counters.count(), durations
 
 
 class SaveStalls:
@@ -139,18 +121,24 @@ class SaveStalls:
         return (0, 0.0) if self._recovery is None else (self._recovery.saves, self._recovery.stall_seconds)
 
 
-class ClusterSize:
-    """The numbers of workers and replicas."""
+def residual_norm(strategy: Any) -> Scalars:
+    """Returns the norm of the residuals of this worker's first replica; empty without error feedback."""
+    state = training_strategy(strategy).compression_state
+    replicas = {} if state is None else state.replicas
+    first = min(replicas, key=lambda name: int(name.removeprefix("replica_")), default=None)
+    entries = () if first is None else replicas[first].entries.values()
+    residuals = [entry["residual"] for entry in entries if "residual" in entry]
+    return {"residual_norm": float(tf.linalg.global_norm(residuals))} if residuals else {}
 
-    def __init__(self, strategy: Any) -> None:
-        self._scalars: Scalars = {}
-        if is_tfdist_strategy(strategy):
-            self._scalars["world_size"] = float(training_strategy(strategy).num_workers)
-        if strategy.num_replicas_in_sync > 1:
-            self._scalars["replicas"] = float(strategy.num_replicas_in_sync)
 
-    def scalars(self) -> Scalars:
-        return dict(self._scalars)
+def cluster_size(strategy: Any) -> Scalars:
+    """Returns the numbers of workers and replicas."""
+    scalars: Scalars = {}
+    if is_tfdist_strategy(strategy):
+        scalars["world_size"] = float(training_strategy(strategy).num_workers)
+    if strategy.num_replicas_in_sync > 1:
+        scalars["replicas"] = float(strategy.num_replicas_in_sync)
+    return scalars
 
 
 class ParameterServerWorkers:
@@ -293,13 +281,8 @@ class TrainingMonitor(ExchangeTimingCallback):
         self._times = StepTimes()
         if self._writes:
             recoveries = [callback for callback in self.neighbours if isinstance(callback, FailureRecovery)]
-            stalls = SaveStalls(recoveries[0] if recoveries else None)
-            self._sources: list[ScalarSource] = [
-                CommunicationScalars(strategy),
-                ResidualNorm(strategy),
-                stalls,
-                ClusterSize(strategy),
-            ]
+            self._communication = CommunicationScalars(strategy)
+            self._stalls = SaveStalls(recoveries[0] if recoveries else None)
             self._workers = ParameterServerWorkers(strategy)
         self._written = self._step
 
@@ -334,10 +317,10 @@ class TrainingMonitor(ExchangeTimingCallback):
         self._written = self._step
         if not self._writes:
             return
-        seconds = self._times.seconds
+        strategy, seconds = self.model.distribute_strategy, self._times.seconds
         scalars = {"restarts": float(self._restarts.number), **self._times.scalars()}
-        for source in self._sources:
-            scalars |= source.scalars()
+        scalars |= self._communication.scalars() | residual_norm(strategy)
+        scalars |= self._stalls.scalars() | cluster_size(strategy)
         self._append("", scalars)
         for number, worker_scalars in enumerate(self._workers.scalars(seconds)):
             if worker_scalars:
@@ -422,7 +405,9 @@ def _cut(path: str, step: int) -> None:
     kept_records: list[bytes] = []
     with contextlib.suppress(tf.errors.DataLossError):
         for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
-            kept_records += [record] * _is_kept(tf.compat.v1.Event.FromString(record), step)
+            event = tf.compat.v1.Event.FromString(record)
+            if event.step <= step or event.HasField("session_log"):
+                kept_records.append(record)
     # Compare sizes: the reader takes an incomplete frame header for the end of the file.
     if tf.io.gfile.stat(path).length > sum(len(record) + _FRAME_BYTES for record in kept_records):
         unfinished = os.path.join(os.path.dirname(path), "unfinished")  # TensorBoard does not read files of this name
@@ -430,7 +415,3 @@ def _cut(path: str, step: int) -> None:
             for record in kept_records:
                 writer.write(record)
         tf.io.gfile.rename(unfinished, path, overwrite=True)
-
-
-def _is_kept(event: tf.compat.v1.Event, step: int) -> bool:
-    return event.step <= step or event.HasField("session_log")

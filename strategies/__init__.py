@@ -4,12 +4,15 @@ from tfdist.versions import require_supported_versions
 
 require_supported_versions()  # before anything imports TensorFlow, so that the error says what to install
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing  # noqa: E402
+from tfdist.load_balancing.share_planning import LoadBalancing  # noqa: E402
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
-from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
-from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
+from tfdist.parameter_server.modes import (  # noqa: E402
+    Asynchronous,
+    FederatedAveraging,
+    Synchronous,
+)
 from tfdist.pipeline.pipeline import Pipeline  # noqa: E402
-from tfdist.sharded_state.sharded_state_options import ShardedState  # noqa: E402
+from tfdist.sharded_state.state_sharding import ShardedState  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402

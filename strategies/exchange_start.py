@@ -2,7 +2,6 @@
 
 import atexit
 import hashlib
-import ipaddress
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ import tensorflow as tf
 from tfdist import cluster as cluster_module
 from tfdist.cluster.wait_for_peers import check_names
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
+from tfdist.collectives.key_values import key_values
 from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.exchange.joining import Encryption
 from tfdist.exchange.worker_exchange import Exchange
@@ -21,7 +21,7 @@ from tfdist.membership.decisions import View
 from tfdist.membership.membership import Membership
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.utils.cores_and_ports import host_and_port, is_loopback
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"
 _TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
@@ -64,7 +64,7 @@ def workers_boundary(
         _boundary = None
     if _boundary is None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if not token and rank == 0 and not all(map(_is_of_this_host, addresses)):
+        if not token and rank == 0 and not all(is_loopback(host_and_port(address)[0]) for address in addresses):
             _log.warning(
                 "The workers trust everybody who knows their addresses. Received: workers on several hosts, and no "
                 "%s. Expected: a secret of all workers. Set the same %s for all, or start them by `tfdist run`.",
@@ -170,11 +170,3 @@ def _close_in_process(process: int) -> None:
         _boundary.exchange.close()
         if _membership is not None:
             _membership.close()
-
-
-def _is_of_this_host(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.strategy_extended import ReplicaMirroredExtended
@@ -68,6 +68,3 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
     def replicas_of_workers(self) -> tuple[int]:
         """The number of devices: there is one process."""
         return (self.num_replicas_in_sync,)
-
-    def _wrap_results(self, results: Any) -> Any:
-        return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)

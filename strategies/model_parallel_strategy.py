@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,27 +17,25 @@ from tfdist.keras_internals.model_introspection import bound_step, is_predict_st
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.layer_costs import measured_costs
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import schedule_picture
-from tfdist.pipeline.placed_models import PlacedModels
-from tfdist.pipeline.stage_table import stage_table, variable_bytes_by_device
-from tfdist.pipeline.stages import stages_of
+from tfdist.pipeline.micro_batch_loss import MicroBatchLoss, current_stage_loss
+from tfdist.pipeline.pipeline import Pipeline, schedule_picture
+from tfdist.pipeline.placed_models import PlacedModels, check_model_for_stages, variable_bytes_by_device
+from tfdist.pipeline.stages import measured_costs, stage_table, stages_of
 from tfdist.pipeline.transfers import DENSE, UPDATES, LinkCounters
-from tfdist.pipeline.unsupported_models import check_model_for_stages
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
-from tfdist.strategies.model_parallel_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.tensor_parallel.shard_layout import ShardCreation, ShardLayout
-from tfdist.tensor_parallel.shard_table import shard_table
+from tfdist.strategies.worker_start import cpu_instructions_of
+from tfdist.strategy_hooks import StrategyHooks, hooks_of
 from tfdist.tensor_parallel.sharded_columns import ShardedColumns
+from tfdist.tensor_parallel.sharded_stage import shard_table
+from tfdist.tensor_parallel.split_variable import ShardCreation, ShardLayout
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
-from tfdist.tensorflow_internals.xla_functions import cpu_instructions_of, leave_xla_to_users
+from tfdist.tensorflow_internals.xla_functions import leave_xla_to_users
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -246,8 +245,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
 
 def _columns(devices: Sequence[str], stages: int, ways: int) -> tuple[tuple[str, ...], ...]:
     """Returns the devices by column and stage; columns that share stages are neighbours."""
-    of_copy = [devices[first : first + stages * ways] for first in range(0, len(devices), stages * ways)]
-    return tuple(tuple(of_one[rank::ways]) for of_one in of_copy for rank in range(ways))
+    copies = [devices[first : first + stages * ways] for first in range(0, len(devices), stages * ways)]
+    return tuple(tuple(of_copy[rank::ways]) for of_copy in copies for rank in range(ways))
 
 
 def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int, ways: int) -> list[str]:
@@ -336,16 +335,61 @@ def default_devices() -> list[str]:
 
     Of each process these are its GPUs; without GPUs, its CPU devices.
     """
-    by_task: dict[int, list[tf.config.LogicalDevice]] = {}
-    devices = tf.config.list_logical_devices()
-    specs = {device.name: tf.DeviceSpec.from_string(device.name) for device in devices}
-    is_connected = any(spec.job == "worker" for spec in specs.values())
-    for device in devices:
-        spec = specs[device.name]
-        if device.device_type in ("CPU", "GPU") and (spec.job == "worker" or not is_connected):
-            by_task.setdefault(spec.task or 0, []).append(device)
-    device_names = []
-    for _, of_task in sorted(by_task.items()):
-        gpus = [device.name for device in of_task if device.device_type == "GPU"]
-        device_names += gpus or [device.name for device in of_task]
-    return device_names
+    devices = [(tf.DeviceSpec.from_string(device.name), device) for device in tf.config.list_logical_devices()]
+    is_connected = any(spec.job == "worker" for spec, _ in devices)
+    by_task: dict[int, dict[str, list[str]]] = {}
+    for spec, device in devices:
+        if spec.job == "worker" or not is_connected:
+            by_task.setdefault(spec.task or 0, {}).setdefault(device.device_type, []).append(device.name)
+    return [name for _, names in sorted(by_task.items()) for name in names.get("GPU") or names.get("CPU", [])]
+
+
+def _explain(strategy: Any, error: BaseException) -> None:
+    if not isinstance(error, tf.errors.OpError):
+        return
+    if strategy.servers:
+        strategy.servers.explain(error)
+    if isinstance(error, tf.errors.CancelledError):
+        raise _failed_stage(error) from error
+
+
+def _is_recomputed() -> bool | None:
+    loss = current_stage_loss()
+    if isinstance(loss, MicroBatchLoss):
+        if not loss.recomputes:
+            _warn_not_recomputed()
+        return loss.recomputes
+    return False if loss is not None or hooks_of(tf.distribute.get_strategy()) is HOOKS else None
+
+
+@functools.cache
+def _warn_not_recomputed() -> None:
+    warnings.warn(
+        "Rematerialized layers keep their intermediate results in stages with a layout map. Received: layers under "
+        "`keras.RematScope`, or functions of `keras.remat`, with `layout_map`. Expected: stages without a layout map, "
+        "which compute them again in the backward pass. The numbers are equal; use more stages or micro-batches if the "
+        "memory does not suffice.",
+        stacklevel=2,
+    )
+
+
+def _failed_stage(error: tf.errors.CancelledError) -> tf.errors.CancelledError:
+    """Returns the error of a step in which another operation failed than TensorFlow reports."""
+    return tf.errors.CancelledError(
+        None,
+        None,
+        "An operation of a stage has failed, and TensorFlow reports only another one that waited for it. Received: "
+        f"{str(error.message).strip().splitlines()[-1]!r}. Expected: a batch that all layers can compute; an id beyond "
+        'the rows of an embedding is a frequent cause. The log names the operation, in the first line with "aborting '
+        'with status", unless TF_CPP_MIN_LOG_LEVEL is above 1. So does `model.predict` on this batch without the '
+        "strategy.",
+    )
+
+
+HOOKS = StrategyHooks(
+    current_step=current_stage_loss,
+    is_recomputed=_is_recomputed,
+    is_elsewhere=True,
+    on_error=_explain,
+    create=lambda strategy, new: strategy._create_in_parts(new) if strategy._create_in_parts else None,
+)

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.collectives.key_values import key_values
 from tfdist.keras_internals.model_state import (
     OptimizerState,
     components,
@@ -14,12 +15,12 @@ from tfdist.keras_internals.model_state import (
     model_variables,
     optimizers_of,
 )
-from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
-from tfdist.local_updates.local_modes import LocalMode
+from tfdist.load_balancing.share_planning import LoadBalancing, checked_shares, load_balancing_of
+from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
-from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies import exchange_start
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
@@ -29,32 +30,33 @@ from tfdist.strategies.cluster_resolver import (
     worker_resolver,
 )
 from tfdist.strategies.exchange_start import workers_boundary
-from tfdist.strategies.local_update_hooks import local_mode_of, samples_of_step
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.strategies.worker_devices import devices_of_workers
-from tfdist.strategies.worker_start import agree_on_random_seed, compare_cpus, default_micro_batches
+from tfdist.strategies.worker_start import (
+    agree_on_random_seed,
+    compare_cpus,
+    default_micro_batches,
+    devices_of_workers,
+    exit_on_timeout,
+)
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
+    ClusterKeyValues,
     cluster_is_running,
-    exit_on_timeout,
     silence_limit,
     tensorflow_has_started,
 )
 from tfdist.tensorflow_internals.strategy_extended import (
+    EqualOnAllReplicas,
     ReplicaMultiWorkerExtended,
-    equal_on_all_replicas,
-    is_equal_on_all_replicas,
 )
-from tfdist.training.balanced_batches import complete_batches
-from tfdist.training.batch_comparison import BatchComparison
-from tfdist.training.shown_batches import draws_common_batches
+from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.metric_totals import MetricTotals
+from tfdist.training.sample_shares import current_step
 from tfdist.training.step_transactions import StepTransactions
-from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
+from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
 _UNKNOWN = -1
@@ -133,7 +135,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
-        local_mode = local_mode_of(mode, shard_optimizer_state, divides_rows=divides_rows)
+        local_mode = _local_mode(mode, shard_optimizer_state, divides_rows=divides_rows)
         reduction = self._configure(
             bucket_bytes, communication_options, compression, shard_optimizer_state, joins_workers=True
         )
@@ -164,7 +166,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self._batch_comparison.end_with(self)
             patch_files()
         self._is_elastic = elastic and self.num_workers > 1
-        self._row_shares = self._shares_of(balancing, shares)
+        self.row_shares = self._shares_of(balancing, shares)
         if self._is_elastic:
             self.metric_totals = MetricTotals()
             self._transactions = StepTransactions(
@@ -173,7 +175,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             boundary.run_alone = self._transactions.run_alone
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
-            self._local_updates = LocalUpdates(self, local_mode, samples_of_step)
+            self.local_updates = LocalUpdates(self, local_mode, _samples_of_step)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
@@ -197,8 +199,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         Args:
             *models: The models that the loop trains, whose batch statistics become the mean of the workers'.
         """
-        if self._local_updates is not None:
-            self._local_updates.synchronize(models)
+        if self.local_updates is not None:
+            self.local_updates.synchronize(models)
 
     @property
     def num_workers(self) -> int:
@@ -260,7 +262,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over all replicas; see `ReplicatedStrategy.reduce`. Sends nothing if the values are equal already."""
-        if is_equal_on_all_replicas(value):
+        if isinstance(value, EqualOnAllReplicas):
             result = self.experimental_local_results(value)[0]
             is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
             return result * self.num_replicas_in_sync if is_sum else result
@@ -269,7 +271,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _wrap_results(self, results: Any) -> Any:
         # Keras would reduce each log over all workers again. `reduce` recognizes the wrapper and sends nothing.
         return tf.nest.map_structure(
-            lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
+            lambda value: EqualOnAllReplicas(list(self.experimental_local_results(value))), results
         )
 
     def _shares_of(self, balancing: LoadBalancing | None, shares: Sequence[float] | None) -> RowShares | None:
@@ -286,7 +288,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def _connect(self, view: Any) -> None:
         exchange_start.connect(view)
-        self._row_shares.give_rows_to(view.members)
+        self.row_shares.give_rows_to(view.members)
         self.metric_totals.divide(is_first=self.rank == view.members[0])
 
     def step_function(self, model: Any, name: str, function: Any) -> Any:
@@ -315,7 +317,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             state = OptimizerState(optimizer)
             found += [*state.variables, *state.accumulators]
         return [one for variable in found for one in components(self, variable)] + [
-            self._row_shares._state,
+            self.row_shares._state,
             *self.metric_totals.variables,
         ]
 
@@ -341,7 +343,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return counted_batches(dataset, traits, self.num_replicas_in_sync, are_complete=are_complete)
 
     def _of_workers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the numbers of all workers."""
         return self.gather(tf.constant([numbers], tf.int64), axis=0).numpy().tolist()
 
 
@@ -371,3 +372,39 @@ def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_secon
     with exit_on_timeout(timeout_seconds), silence_limit(silence_limit_of_environment()):
         key_values.use(ClusterKeyValues())
         yield
+
+
+def _local_mode(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool) -> LocalMode | None:
+    """Returns the local mode that the argument `mode` demands; `None` if workers exchange in each update.
+
+    Raises:
+        ValueError: If it is invalid, or does not work together with `shard_optimizer_state`, or with `load_balancing`
+            or `shares`, one of which is given if `divides_rows`.
+    """
+    if mode is None or mode == Synchronous():
+        return None
+    if not isinstance(mode, LocalSGD | DiLoCo):
+        raise ValueError(
+            f"Invalid `mode` of MultiWorkerMirroredStrategy. Received: mode={mode!r}. Expected: Synchronous(), "
+            "LocalSGD(sync_every=...) or DiLoCo(sync_every=...) of `tfdist.strategies`."
+        )
+    if shard_optimizer_state:
+        raise ValueError(
+            "`shard_optimizer_state` does not work with local updates: each worker updates all variables by itself, so "
+            f"it needs all slots. Received: shard_optimizer_state={shard_optimizer_state!r} and mode={mode!r}. "
+            "Expected: one of them. Leave `shard_optimizer_state` out, or use `mode=Synchronous()`."
+        )
+    if divides_rows:
+        raise ValueError(
+            "`load_balancing` and `shares` do not work with local updates: rows are divided by times that workers "
+            f"exchange in each step. Received: one of them and mode={mode!r}. Expected: one of the two. Leave "
+            "`load_balancing` and `shares` out (a fast worker waits only where weights are exchanged), or use "
+            "`mode=Synchronous()`."
+        )
+    return mode
+
+
+def _samples_of_step() -> Any:
+    """Returns the samples of this worker in the Keras step that is running; `None` in a custom loop."""
+    step = current_step()
+    return None if step is None else step.samples_of_worker

@@ -1,7 +1,8 @@
 """ParameterServerStrategy: workers compute, parameter servers hold the variables."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,22 +10,27 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
-from tfdist.keras_internals.created_parts import keras_creates_variable
+from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
+from tfdist.keras_internals.placed_variables import keras_creates_variable
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
+from tfdist.load_balancing.share_planning import LoadBalancing, load_balancing_of
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartShares
-from tfdist.parameter_server.federated_averaging import FederatedAveraging
-from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
+from tfdist.parameter_server.chief import ChiefTraining
+from tfdist.parameter_server.client_training import LocalSteps
+from tfdist.parameter_server.federated_chief import FederatedChief
+from tfdist.parameter_server.gradient_push import update_directly
+from tfdist.parameter_server.modes import Asynchronous, FederatedAveraging, Mode, Synchronous
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerDatasets
+from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step, look_up, num_parts
 from tfdist.servers.server_monitor import wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of
-from tfdist.strategies.parameter_server_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.strategy_hooks import StrategyHooks, UpdateHooks
 from tfdist.tensorflow_internals.cluster_coordinator import (
     Coordinator,
     allow_run_on_chief,
@@ -267,3 +273,48 @@ def _checked(
     if pull_dtype not in (None, "bfloat16", "float16"):
         raise ValueError(f"Invalid `pull_dtype`. Received: {pull_dtype!r}. Expected: 'bfloat16', 'float16' or None.")
     return None if pull_dtype is None else tf.as_dtype(pull_dtype)
+
+
+def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    scope, steps = WorkerScope.current(), LocalSteps.current()
+    if steps is not None:
+        optimizer.apply(optimizer.clip(steps.gradients(optimizer, gradients)))
+    elif scope is None:  # a custom training loop, which schedules its functions itself
+        update_directly(optimizer, gradients)
+    else:
+        scope.push(optimizer, gradients)
+
+
+def _apply(apply: Callable[[list[Any]], None], gradients: list[Any], _: list[bool]) -> None:
+    scope = WorkerScope.current()
+    with contextlib.nullcontext() if scope is None else scope.in_update():
+        apply(gradients)
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    if WorkerScope.current() is not None:
+        build_outside_trace(optimizer, variables)
+
+
+def _chief_training(model: Any) -> ChiefTraining:
+    strategy = model.distribute_strategy
+    kind = FederatedChief if isinstance(strategy.mode, FederatedAveraging) else ChiefTraining
+    return kind(model, strategy._stats)
+
+
+def _look_up(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
+    is_local = LocalSteps.current() is not None  # a client has a copy of the table
+    return None if is_local else look_up(parts, ids)
+
+
+HOOKS = StrategyHooks(
+    current_step=current_loss_step,
+    compiles_calls=WorkerScope.compiles_calls,
+    scope_of_step=WorkerScope.current,
+    optimizers=UpdateHooks(_update, _apply, _build),
+    on_error=lambda strategy, error: strategy.divided_rows.explain(error),
+    sent_bytes=lambda strategy: strategy.communication.wire_bytes,
+    training=_chief_training,
+    look_up=_look_up,
+    num_shards=lambda strategy, shape: num_parts(strategy.variable_partitioner, shape),
+)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import cluster
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.share_planning import LoadBalancing
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.planning.plans import PLAN_VARIABLE, Plan, PlanFile, Processes, describe_processes, plan_for
-from tfdist.sharded_state.sharded_state_options import ShardedState
+from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies.cluster_resolver import is_started_by_launcher
 from tfdist.strategies.mirrored_strategy import MirroredStrategy
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy
@@ -26,19 +26,11 @@ from tfdist.strategies.worker_start import compare_plans, requested_workers
 _PROBE_VARIABLE = "TFDIST_PROBE"  # set while `tfdist plan` measures the program
 # The names that a file may contain. Nothing else is looked up.
 _STRATEGIES: dict[str, Callable[..., Any]] = {
-    "MirroredStrategy": MirroredStrategy,
-    "ModelParallelStrategy": ModelParallelStrategy,
-    "MultiWorkerMirroredStrategy": MultiWorkerMirroredStrategy,
-    "ParameterServerStrategy": ParameterServerStrategy,
+    kind.__name__: kind
+    for kind in (MirroredStrategy, ModelParallelStrategy, MultiWorkerMirroredStrategy, ParameterServerStrategy)
 }
 _OPTIONS: dict[str, Callable[..., Any]] = {
-    "Asynchronous": Asynchronous,
-    "DiLoCo": DiLoCo,
-    "LoadBalancing": LoadBalancing,
-    "LocalSGD": LocalSGD,
-    "Pipeline": Pipeline,
-    "ShardedState": ShardedState,
-    "Synchronous": Synchronous,
+    kind.__name__: kind for kind in (Asynchronous, DiLoCo, LoadBalancing, LocalSGD, Pipeline, ShardedState, Synchronous)
 }
 _log = logging.getLogger("tfdist")
 

@@ -9,40 +9,33 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.collectives import CommunicationStats, CompressionState
-from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
-from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
 from tfdist.keras_internals.model_introspection import (
-    accepts_zeros,
     bound_step,
     first_input,
     is_predict_step,
     predicting_model,
 )
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
-from tfdist.sharded_state.state_sharding import StateSharding
+from tfdist.losses.replica_count import replica_count
+from tfdist.sharded_state.state_sharding import ShardedState, StateSharding, sharded_state_of
 from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.tensorflow_internals.finished_graphs import release_with
-from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
-from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
-from tfdist.tensorflow_internals.rows_per_replica import filled_samples, is_complete, without_filled_rows
-from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
-from tfdist.training.balanced_batches import own_rows
+from tfdist.tensorflow_internals.function_graphs import release_with
+from tfdist.tensorflow_internals.rows_per_replica import is_complete, without_filled_rows
+from tfdist.tensorflow_internals.runtime import exclude_from_autograph, is_read_by_user, reject_graphs_of_tensorflow_1
+from tfdist.tensorflow_internals.xla_functions import reject_exchange_in_compiled_function
 from tfdist.training.batch_comparison import BatchComparison
-from tfdist.training.empty_batches import predict_on_replicas
-from tfdist.training.model_checks import check_model
-from tfdist.training.replica_step import local_parts, step_on_replicas
+from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
 from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.training.worker_batches import own_rows
 from tfdist.utils.argument_checks import is_whole_number
-from tfdist.utils.temporary_values import setting_attributes
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
@@ -63,7 +56,10 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     """
 
     metric_totals: Any = None
+    _builds_locally = False
     has_read_number = False  # whether the user's code has read the number of replicas
+    state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are
+    local_updates: LocalUpdates | None = None
 
     def _configure(
         self,
@@ -94,14 +90,9 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         exclude_from_autograph()
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
-        self._builds_locally = False
         self._state_bucket_bytes = bucket_bytes
-        self._state_sharding: StateSharding | None = None
-        self._row_shares: RowShares | None = None
-        self._local_updates: LocalUpdates | None = None
         self._batch_comparison: BatchComparison | None = None
-        self._reduction_context = ReductionContext()
-        self._reduction_context.time_wait = time_wait
+        self._reduction_context = ReductionContext(time_wait)
         self._compression_state = CompressionState(policy if policy.compresses else None)
         self.divided_rows = DividedRows(1)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -136,38 +127,23 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     @property
     def communication(self) -> CommunicationStats:
         """What this worker's first replica has passed to collectives so far."""
-        return self.gradient_reduction.communication()
+        return self.gradient_reduction.counters.count()
 
     @property
     def communication_by_method(self) -> dict[str, CommunicationStats]:
         """The gradients in `communication`, by compression method."""
-        return self.gradient_reduction.communication_by_method()
+        return self.gradient_reduction.counters.by_label()
 
     @property
     def compression_state(self) -> CompressionState:
         """The state that the compressors of this process keep from step to step."""
         return self._compression_state
 
-    @property
-    def row_shares(self) -> RowShares | None:
-        """Which rows of global batches each worker computes; `None` if all replicas compute equally many."""
-        return self._row_shares
-
-    @property
-    def state_sharding(self) -> StateSharding | None:
-        """How the slots of optimizers are split over the replicas; `None` if each replica holds all of them."""
-        return self._state_sharding
-
-    @property
-    def local_updates(self) -> LocalUpdates | None:
-        """How workers train by themselves between two exchanges; `None` if they exchange in each update."""
-        return self._local_updates
-
     def _split_state(self) -> None:
         """Splits the slots of optimizers from now on if that was requested. All workers call this."""
         if self._sharded_state is not None and self.num_replicas_in_sync > 1:
             name = f"tfdist/slots/{self._collective_key_base}"
-            self._state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
+            self.state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
 
     @property
     def gradient_reduction(self) -> ReplicaReduction:
@@ -195,7 +171,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         if owner is not None and not tf.executing_eagerly():
             release_with(owner)
         if predicts:
-            return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
+            return super().run(predict_on_replicas(fn, args[0], self), args, kwargs, options)
         if model is None:
             args, kwargs = own_rows(without_filled_rows((args, kwargs)), self)
             self.divided_rows = DividedRows(self.num_replicas_in_sync)
@@ -204,8 +180,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         self._models.add(model)
         training = name == "train_step"
         check_model(model, self, training=training)
-        if training and self._local_updates is not None:
-            self._local_updates.add_model(model)
+        if training and self.local_updates is not None:
+            self.local_updates.add_model(model)
         data = args[0] if args else None
         replica_step = step_on_replicas(model, fn, data, self)
         with self._within_worker() if training else nullcontext(), self.divided_rows.explained():
@@ -228,7 +204,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
 
     def _within_worker(self) -> AbstractContextManager[None]:
         """Returns the context in which replicas reduce over those of this worker, if updates are local."""
-        return nullcontext() if self._local_updates is None else self.extended.replica_operations.within_worker()
+        return nullcontext() if self.local_updates is None else self.extended.replica_operations.within_worker()
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces `value`, or each leaf of a structure, over all replicas; see `tf.distribute.Strategy.reduce`.
@@ -265,15 +241,9 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
         return function
 
-    def _predict_step(self, function: Any, data: Any) -> Any:
-        parts = local_parts(own_rows(data, self), self)
-        or_zeros = accepts_zeros(predicting_model(function), parts[0])
-        samples = filled_samples(data)
-        return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros, filled_samples=samples)
-
     def _wrap_results(self, results: Any) -> Any:
         """Returns the results of a step, which are equal on all replicas, as Keras expects them."""
-        return results
+        return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number."""
@@ -283,9 +253,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def _carry_counts(self, dataset: Any, own_batches: int | None) -> Any:
         """Returns the distributed dataset whose batches carry their numbers of samples, if one worker cannot tell."""
         return dataset
-
-    def _building_locally(self) -> AbstractContextManager[None]:
-        return setting_attributes(self, _builds_locally=True)
 
     def _axis(self, value: Any, axis: Any) -> Any:
         ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}

@@ -7,11 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.callback_files import SharedPaths, patch_callback_files
-from tfdist.keras_internals.saved_files import patch_saved_files
+from tfdist.keras_internals.saved_files import (
+    SharedPaths,
+    patch_callback_files,
+    patch_checkpoint_files,
+    patch_saved_files,
+)
 from tfdist.strategies.replicated_hooks import HOOKS
 from tfdist.strategy_hooks import hooks_of
-from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
 from tfdist.utils.atomic_files import replacing_all
 
 

@@ -60,7 +60,7 @@ def unpatched() -> Iterator[None]:
 
     Request it before `monkeypatch`, which must end first: it would put stock attributes back where tfdist's belong.
     """
-    from tfdist.patches import without_patches
+    from undone_patches import without_patches
 
     with without_patches():
         yield

@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 1200
@@ -38,11 +36,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     samples = tmp_path_factory.mktemp("samples")
     for name, source in SAMPLES.items():
         (samples / f"{name}.py").write_text(source)
-    program = [sys.executable, str(ROOT / "tests" / "run_doctests.py"), *modules(), *SAMPLES]
-    done = subprocess.run(
-        program, cwd=ROOT, env=child_environment(samples), capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
+    program = [ROOT / "tests" / "run_doctests.py", *modules(), *SAMPLES]
+    done = run_python(*program, paths=(samples,), limit_seconds=LIMIT_SECONDS)
     return json.loads(done.stdout.splitlines()[-1])
 
 

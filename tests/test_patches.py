@@ -6,15 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from undone_patches import without_patches
 
 import tfdist
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.patches import patch, replace, replacements, table, without_patches
+from tfdist.patches import patch, replace, replacements, table
 from tfdist.strategies import (
     ModelParallelStrategy,
     ParameterServerStrategy,
-    model_parallel_hooks,
-    parameter_server_hooks,
+    model_parallel_strategy,
+    parameter_server_strategy,
     replicated_hooks,
 )
 from tfdist.strategies.__main__ import main
@@ -73,11 +74,11 @@ def test_all_is_listed_and_undone(capsys):
 def test_another_kind_of_strategies_replaces_nothing_again():
     patch_keras(ReplicatedStrategy, replicated_hooks.HOOKS)
     of_first = replacements()
-    for kind, hooks in (
-        (ParameterServerStrategy, parameter_server_hooks),
-        (ModelParallelStrategy, model_parallel_hooks),
+    for kind, module in (
+        (ParameterServerStrategy, parameter_server_strategy),
+        (ModelParallelStrategy, model_parallel_strategy),
     ):
-        patch_keras(kind, hooks.HOOKS)
+        patch_keras(kind, module.HOOKS)
     assert replacements() == of_first
     # One attribute serves two purposes: what variables a tape differentiates by, and of which losses.
     layers = Counter((one.owner, one.name) for one in of_first)

@@ -4,12 +4,10 @@ import functools
 import importlib
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 from tfdist.private_symbols import MissingPrivateSymbolError, PrivateSymbol, private, used_symbols
 
@@ -60,15 +58,7 @@ def test_a_symbol_that_a_library_removed_is_named(symbol, user, cpus, monkeypatc
 def test_importing_the_strategies_names_a_missing_symbol(symbol):
     module, _, attribute = symbol.partition(":")
     script = f"import {module} as m\ndel m.{attribute}\nimport tfdist.strategies"
-    finished = subprocess.run(
-        [sys.executable, "-c", script],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode != 0
+    finished = run_python("-c", script, limit_seconds=120, exit_code=1)
     assert "MissingPrivateSymbolError" in finished.stderr and symbol in finished.stderr
 
 

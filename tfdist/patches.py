@@ -1,4 +1,4 @@
-"""Replaces attributes of TensorFlow and Keras: each patch does so once, is listed, and is undone in tests.
+"""Replaces attributes of TensorFlow and Keras: each patch does so once, and is listed. Tests undo them.
 
 `python -m tfdist.strategies` lists all that strategies replace.
 """
@@ -6,8 +6,7 @@
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 _New = TypeVar("_New")
@@ -69,35 +68,6 @@ def replace(owner: Any, name: str) -> Callable[[_New], _New]:
 def replacements() -> tuple[Replacement, ...]:
     """Returns what is replaced in this process, in the order of installation."""
     return tuple(_replacements)
-
-
-@contextmanager
-def without_patches() -> Iterator[None]:
-    """Within this context nothing is replaced at first; what is replaced in it is undone at its end. For tests."""
-    with _lock:
-        before, done = list(_replacements), set(_installed)
-        _undo()
-    try:
-        yield
-    finally:
-        with _lock:
-            _undo()
-            for replacement in before:
-                setattr(replacement.owner, replacement.name, replacement.new)
-            _replacements[:] = before
-            _installed.update(done)
-
-
-def _undo() -> None:
-    for owner, name, stock, new, _ in reversed(_replacements):
-        if vars(owner).get(name) is not new:
-            continue  # somebody else has replaced it since, or restored what was there
-        if stock is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, stock)
-    _replacements.clear()
-    _installed.clear()
 
 
 def table() -> str:

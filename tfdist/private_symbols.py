@@ -7,7 +7,7 @@ function that creates a small one (`private_attributes`), and looked up by `chec
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -46,10 +46,6 @@ class InstanceKind:
     path: str
     attributes: Mapping[str, PrivateSymbol]
     make: Callable[[], Any] | None
-
-    def with_instance(self, instance: Any) -> "InstanceKind":
-        """Returns this kind with a given instance, such as one of a cluster."""
-        return replace(self, make=lambda: instance)
 
     def missing(self) -> list[tuple[PrivateSymbol, str]]:
         """Creates an instance, if it can, and returns each attribute that it lacks, with what was found instead."""
@@ -110,6 +106,17 @@ def private(path: str, why: str, *, since: str | None = None, before: Any = None
         raise _missing(PrivateSymbol(path, why), str(error)) from error
     _used[path] = PrivateSymbol(path, why)
     return target
+
+
+def private_members(reasons: Mapping[str, Mapping[str, str]]) -> None:
+    """Looks up and records what is replaced, overridden or called by name: if renamed, it would have no effect.
+
+    Args:
+        reasons: What each is needed for, by its name, by the path of its module or class (`module:Class`).
+    """
+    for owner, whys in reasons.items():
+        for name, why in whys.items():
+            private(f"{owner}{'.' if ':' in owner else ':'}{name}", why)
 
 
 def _missing(symbol: PrivateSymbol, received: str) -> MissingPrivateSymbolError:

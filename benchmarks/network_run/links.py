@@ -15,6 +15,7 @@ _QUEUE_SECONDS = 0.05
 _MIN_QUEUE_BYTES = 256 * 1024
 # Segments as large as a burst would find all tokens or none; packets that arrive while they wait would be lost.
 _SEGMENTS_PER_BURST = 4
+_UNUSED_NETWORK = "198.51.100.0/24"  # for documentation (RFC 5737)
 _MIN_SEGMENT_BYTES, _MAX_SEGMENT_BYTES = 3_100, 65_536
 
 
@@ -70,6 +71,10 @@ class Network:
                 subprocess.run(["tc", "-n", where, "qdisc", "del", "dev", device, "root"], capture_output=True)
                 if bits_per_second:
                     _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *token_bucket(bits_per_second))
+            # A connection learns the size of segments from its route, and asks again when routes change. With segments
+            # of another link the packets of several connections arrive out of order, and are sent again.
+            for change in ("add", "del"):
+                self._ip(namespace, "route", change, _UNUSED_NETWORK, "dev", INTERFACE)
 
     def _make(self) -> None:
         _run("ip", "netns", "add", self._hub)

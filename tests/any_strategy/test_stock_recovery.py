@@ -1,13 +1,10 @@
 """FailureRecovery under TensorFlow's own strategies: an interrupted training ends with the same bits."""
 
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
 import stock_trainings
-from child_environment import child_environment
+from child_environment import run_python
 from interruptions import Interrupt, Interrupted
 from stock_trainings import CASES, train
 from training import differences
@@ -50,12 +47,8 @@ def test_fit_resumes_within_the_epoch_after_an_exception(tmp_path, undisturbed, 
 @pytest.mark.long
 @pytest.mark.multi_process
 def test_fit_resumes_within_the_epoch_after_a_kill(tmp_path, undisturbed):
-    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "--max-restarts", "1"]
-    command += [stock_trainings.__file__, str(tmp_path), *KILLED]
-    finished = subprocess.run(
-        command, env=child_environment(), capture_output=True, text=True, timeout=280, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
+    launcher = ["-m", "tfdist.launch", "run", "--workers", "1", "--max-restarts", "1"]
+    finished = run_python(*launcher, stock_trainings.__file__, tmp_path, *KILLED, limit_seconds=280)
     assert finished.stderr.count("failed: killed by SIGKILL") == 1, finished.stderr
     for case in KILLED:
         assert differences(undisturbed(case), dict(np.load(tmp_path / f"{case}.npz"))) == []

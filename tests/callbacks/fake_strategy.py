@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist.collectives import CommunicationStats
 from tfdist.training.strategy_protocol import TrainingStrategy
 
@@ -21,3 +23,12 @@ class FakeStrategy(TrainingStrategy):
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
+
+
+class FakeServers(tf.distribute.ParameterServerStrategy):
+    """A strategy with parameter servers, without a cluster."""
+
+    num_replicas_in_sync = 1
+
+    def __init__(self):
+        pass

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from dense_model import INPUTS, TARGETS, compiled
-from fake_strategy import FakeStrategy
+from fake_strategy import FakeServers, FakeStrategy
 from report_runs import BYTES, SECONDS, fit, silent, watch
 from stock_strategy import stock_mirrored
 
@@ -82,12 +82,12 @@ class Reduction:
     """Counts one update of `bytes_of_update` per step."""
 
     def __init__(self):
-        self.stats = CommunicationStats()
+        self.stats, self.counters = CommunicationStats(), self
 
     def step(self, bytes_of_update):
         self.stats += CommunicationStats(wire_bytes=bytes_of_update, dense_bytes=bytes_of_update, updates=1)
 
-    def communication_by_method(self):
+    def by_label(self):
         return {"bf16": self.stats}
 
     def durations_by_method(self):
@@ -246,13 +246,7 @@ def test_stock_strategy_is_rejected_with_the_remedy(cpus):
 
 
 def test_parameter_servers_need_a_worker_report():
-    class Servers(tf.distribute.ParameterServerStrategy):
-        num_replicas_in_sync = 1
-
-        def __init__(self):
-            pass
-
     report = CommunicationReport()
-    report.set_model(SimpleNamespace(distribute_strategy=Servers()))
+    report.set_model(SimpleNamespace(distribute_strategy=FakeServers()))
     with pytest.raises(ValueError, match=r"worker pushes its gradients.*Expected: `tfdist.callbacks.WorkerReport`"):
         report.on_train_begin()

@@ -1,7 +1,9 @@
 """FailureRecovery in one process: after any interruption, the next `fit` ends as if nothing had happened."""
 
+import gc
 import signal
 import warnings
+import weakref
 
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ from stock_strategy import stock_mirrored
 from training import EPOCHS, STEPS, differences, train
 
 from tfdist.callbacks import CommunicationReport, FailureRecovery
+from tfdist.keras_internals.running_fit import running_fit
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -198,3 +201,15 @@ def test_other_draws_before_fit_by_another_seed_are_a_warning(tmp_path, monkeypa
     (warning,) = train(2, epochs=2, draws=3)
     assert "Received: seed 2 of this run. Expected: seed 1. Start it with `tfdist run --seed 1`" in warning
     assert train(2, epochs=3, draws=3) == train(3, epochs=4, draws=0) == []
+
+
+def test_it_refers_to_no_fit_that_has_ended(tmp_path):
+    """Otherwise the model and the copies of its variables would wait for the collector of cycles."""
+    model, fits = small_model(), []
+    look = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: fits.append(weakref.ref(running_fit(model))))
+    gc.disable()
+    try:
+        fit(tmp_path, look, model=model, epochs=1)
+    finally:
+        gc.enable()
+    assert len(fits) == 1 and fits[0]() is None

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from interruptions import Interrupt, Interrupted
@@ -10,6 +11,7 @@ from small_training import fit
 
 from tfdist.callbacks import FailureRecovery, failure_recovery
 from tfdist.checkpoint import CheckpointError, DirectoryLock, sharded_save
+from tfdist.recovery import worker_coordination
 
 pytestmark = pytest.mark.usefixtures("cpus")
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +126,16 @@ def test_the_chief_waits_for_peer_timeout_seconds(tmp_path, monkeypatch):
     assert waited == [600, 3600]
     with pytest.raises(ValueError, match="Received: peer_timeout_seconds=-1"):
         FailureRecovery(tmp_path, peer_timeout_seconds=-1)
+
+
+def test_a_worker_waits_as_long_for_a_chief_that_has_no_such_callback(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(failure_recovery, "rank_and_num_workers", lambda strategy: (1, 2))
+    store = SimpleNamespace(is_published=lambda key, within_seconds: asked.append(within_seconds))
+    monkeypatch.setattr(worker_coordination, "key_values", store)
+    with pytest.raises(RuntimeError, match="The chief does not train with FailureRecovery"):
+        fit(tmp_path, peer_timeout_seconds=7)
+    assert asked == [7]
 
 
 def test_an_address_of_an_object_store_is_no_directory(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from small_training import INPUTS, TARGETS, assert_same, fit, small_model
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.checkpoint import CheckpointStore
-from tfdist.recovery.ray_train_notices import RayTrainNotices
+from tfdist.recovery import preemption
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -81,7 +81,7 @@ def test_a_notice_of_ray_train_saves_and_training_continues(tmp_path, monkeypatc
         get_context=lambda: types.SimpleNamespace(get_world_size=lambda: 1), get_preemption_info=lambda: next(answers)
     )
     monkeypatch.setitem(sys.modules, "ray.train", ray_train)
-    monkeypatch.setitem(RayTrainNotices.__init__.__kwdefaults__, "seconds_between_questions", 1e-6)
+    monkeypatch.setattr(preemption, "_SECONDS_BETWEEN_QUESTIONS", 1e-6)
     newest = []
     look = OnStep(5, lambda: newest.append(CheckpointStore(tmp_path / "noticed").newest()[0].metadata["step"]))
     result, said = in_thread(lambda: fit(tmp_path / "noticed", look, every_epochs=100, background=False))

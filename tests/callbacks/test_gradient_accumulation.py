@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fake_strategy import FakeServers
 
 from tfdist.callbacks import GradientAccumulation
 from tfdist.strategies import MirroredStrategy
@@ -161,14 +162,8 @@ def test_steps_must_be_numbers(steps):
 
 
 def test_parameter_servers_are_rejected_with_the_remedy():
-    class Servers(tf.distribute.ParameterServerStrategy):
-        num_replicas_in_sync = 1
-
-        def __init__(self):
-            pass
-
     accumulation = GradientAccumulation(2)
-    accumulation.set_model(SimpleNamespace(distribute_strategy=Servers()))
+    accumulation.set_model(SimpleNamespace(distribute_strategy=FakeServers()))
     with pytest.raises(
         ValueError, match=r"over the network\. .*Pass `gradient_accumulation_steps` to `tfdist.strategies.Param"
     ):

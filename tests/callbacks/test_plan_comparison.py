@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-import worker_training
 from dense_model import compiled
 from fake_strategy import FakeStrategy
+from replaced_clocks import set_clock
 from report_runs import fit, silent
 from written_plans import plan
 
@@ -23,18 +23,9 @@ from tfdist.strategies import MirroredStrategy
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
-class Clock:
-    now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(plan_comparison, "time", clock)
-    return clock
+    return set_clock(monkeypatch, plan_comparison)
 
 
 def epoch(meter, clock, seconds, *, first=0, steps_per_execution=1):
@@ -127,7 +118,7 @@ def test_without_a_prediction_nothing_is_compared():
 
 def test_under_parameter_servers_epochs_after_the_first_count(capsys, monkeypatch):
     """Two workers push 100 bytes each in a round of a batch."""
-    monkeypatch.setattr(worker_report, "time", clock := worker_training.Clock())
+    clock = set_clock(monkeypatch, worker_report)
     strategy = FakeStrategy(
         plan=plan(step_seconds=0.2, wire_bytes=100),
         worker_stats=(WorkerStats(),) * 2,

@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from worker_training import Clock, Training
+from replaced_clocks import set_clock
+from worker_training import Training
 
 from tfdist.callbacks import worker_report
 from tfdist.load_balancing.row_shares import ShareStats
@@ -13,9 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpus")
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(worker_report, "time", clock)
-    return clock
+    return set_clock(monkeypatch, worker_report)
 
 
 class Shares:

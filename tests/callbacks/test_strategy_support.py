@@ -20,7 +20,7 @@ from tfdist.callbacks import (
 )
 from tfdist.callbacks.strategy_support import describe_strategy, suggested_replacement
 from tfdist.patches import replacements
-from tfdist.recovery.host_copies import HostCopies
+from tfdist.recovery.variable_copies import HostCopies
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals import python_function_results
 

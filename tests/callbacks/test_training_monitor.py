@@ -1,13 +1,14 @@
 """TrainingMonitor: numbers, intervals, strategies, curves across restarts."""
 
-import warnings
+import functools
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+import report_runs
 import tensorflow as tf
-from dense_model import INPUTS, TARGETS, compiled
+from dense_model import compiled
 from fake_strategy import FakeStrategy
 from stock_strategy import stock_mirrored
 
@@ -29,11 +30,7 @@ SENT = {"tfdist/wire_bytes", "tfdist/dense_bytes", "tfdist/compression_ratio"}
 TIMES = {"tfdist/encode_ms", "tfdist/exchange_ms", "tfdist/decode_ms"}
 
 
-def fit(model, *callbacks, batch_size=4, **arguments):
-    data = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(batch_size)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`shuffle=True`|Training ended after")
-        return model.fit(data, callbacks=list(callbacks), **{"verbose": 0, **arguments}).history
+fit = functools.partial(report_runs.fit, batch_size=4)
 
 
 def steps(points):

@@ -1,12 +1,10 @@
 """Two workers, one of which is killed: curves, log, and TensorBoard in a browser."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 from benchmarks.browser import browser_page, find_browser
 from benchmarks.tensorboard_page import open_charts, serving, shown_tags
@@ -44,18 +42,9 @@ def server(directory):
 def printed(directory, server):
     """Trains; returns the lines of both streams."""
     options = ["--epochs=2", "--every_steps=5", "--save_every_steps=10", "--kill_at_steps=42"]
-    script = [str(ROOT / "examples" / "monitoring.py"), f"--directory={directory}", f"--data_dir={directory}", *options]
-    launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", "1"]
-    ended = subprocess.run(
-        [*launcher, *script],
-        cwd=ROOT,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    script = [ROOT / "examples" / "monitoring.py", f"--directory={directory}", f"--data_dir={directory}", *options]
+    launcher = ["-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", "1"]
+    ended = run_python(*launcher, *script, limit_seconds=LIMIT_SECONDS)
     return ended.stdout.splitlines(), ended.stderr.splitlines()
 
 

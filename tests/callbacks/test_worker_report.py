@@ -6,7 +6,8 @@ import logging
 import keras
 import numpy as np
 import pytest
-from worker_training import Clock, Training, count
+from replaced_clocks import set_clock
+from worker_training import Training, count
 
 from tfdist.callbacks import WorkerReport, worker_report
 from tfdist.parameter_server import push_statistics
@@ -18,10 +19,7 @@ pytestmark = pytest.mark.usefixtures("cpus")
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(worker_report, "time", clock)
-    monkeypatch.setattr(push_statistics, "time", clock)
-    return clock
+    return set_clock(monkeypatch, worker_report, push_statistics)
 
 
 def test_logs_of_an_epoch_are_of_that_epoch(clock):

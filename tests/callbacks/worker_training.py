@@ -1,4 +1,4 @@
-"""A training whose workers report what a test sets, and its clock."""
+"""A training whose workers report what a test sets."""
 
 from types import SimpleNamespace
 
@@ -7,16 +7,6 @@ from fake_strategy import FakeStrategy
 from tfdist.callbacks import WorkerReport
 from tfdist.parameter_server.modes import Asynchronous
 from tfdist.parameter_server.push_statistics import WorkerStats
-
-
-class Clock:
-    """Replaces `time`."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
 
 
 class Training:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from child_environment import child_environment
+from child_environment import child_environment, run_python
 from training import differences
 
 from tfdist.utils.cores_and_ports import ReservedPorts
@@ -21,16 +21,8 @@ def run(folder, kind, plan=()):
     """Runs the script under `tfdist run`; returns the output of both."""
     folder.mkdir(exist_ok=True)
     roles = ["--workers", "2", "--parameter-servers", "1", "--heartbeat-timeout", "5"]
-    command = [sys.executable, "-m", "tfdist.launch", "run", *roles, "--max-restarts", str(len(plan))]
-    finished = subprocess.run(
-        [*command, str(_SCRIPT), str(folder), json.dumps(plan), kind],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_SECONDS,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
+    launcher = ["-m", "tfdist.launch", "run", *roles, "--max-restarts", str(len(plan))]
+    finished = run_python(*launcher, _SCRIPT, folder, json.dumps(plan), kind, limit_seconds=_LIMIT_SECONDS)
     assert finished.stdout.count("fault: ") == len(plan), "every fault has struck"
     return finished.stdout + finished.stderr
 

@@ -2,15 +2,13 @@
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import on_sharded_stages
 import pytest
 import tensorflow as tf
-from child_environment import child_environment
+from child_environment import run_python
 from stage_runs import LIMIT_SECONDS, Run, assert_as_undisturbed
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(2700)]
@@ -22,8 +20,7 @@ def test_kills_at_random_moments(cpus: list[str], tmp_path: Path) -> None:
     kills, epochs, seed = 10, 30, int(os.environ.get("CHAOS_SEED", "3"))
     print(f"CHAOS_SEED={seed}")
     (one_process := tmp_path / "one process").mkdir()
-    command = [sys.executable, str(SCRIPT), str(one_process), str(epochs), "0"]
-    subprocess.run(command, env=child_environment(SCRIPT.parent), check=True, timeout=LIMIT_SECONDS)
+    run_python(SCRIPT, one_process, str(epochs), "0", paths=(SCRIPT.parent,), limit_seconds=LIMIT_SECONDS)
     undisturbed = dict(np.load(one_process / "state.npz"))
     assert undisturbed["number of split weights"] == on_sharded_stages.SPLIT_WEIGHTS
     with Run(SCRIPT, on_sharded_stages.DEVICES, tmp_path / "run", epochs, 0.05) as run:

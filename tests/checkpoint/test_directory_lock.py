@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slept_clock import slept_clock
+from replaced_clocks import slept_clock
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore, DirectoryLock
 from tfdist.checkpoint import directory_lock as lock

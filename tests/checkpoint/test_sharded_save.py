@@ -3,18 +3,14 @@
 import types
 
 import pytest
+from replaced_clocks import slept_clock
 
 from tfdist.checkpoint import CheckpointError, sharded_save
 
 
 @pytest.mark.parametrize(("is_ending", "limit", "waited"), [(False, 600, 600), (True, 600, 60), (True, 10, 10)])
 def test_a_program_that_exits_waits_less(tmp_path, monkeypatch, is_ending, limit, waited):
-    clock = types.SimpleNamespace(now=0.0)
-
-    def sleep(seconds):
-        clock.now += 1
-
-    monkeypatch.setattr(sharded_save, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    clock = slept_clock(monkeypatch, sharded_save)
     main = types.SimpleNamespace(is_alive=lambda: not is_ending)
     monkeypatch.setattr(sharded_save, "threading", types.SimpleNamespace(main_thread=lambda: main))
     with pytest.raises(CheckpointError, match="Rank 1 has not written .* raise peer_timeout_seconds of FailureRec"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tfdist.checkpoint import CheckpointError, CheckpointStore, Shard, worker_files
+from tfdist.checkpoint import CheckpointError, CheckpointStore, Shard, sharded_save
 from tfdist.checkpoint.checkpoint import Checkpoint
 from tfdist.checkpoint.errors import CorruptCheckpointError
 from tfdist.checkpoint.manifest import Manifest
@@ -67,7 +67,7 @@ def test_a_manifest_with_other_files_is_corrupt(store, name):
 
 
 def test_a_file_that_this_process_does_not_see_is_an_error(store, monkeypatch):
-    monkeypatch.setattr(worker_files, "_VISIBLE_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr(sharded_save, "_VISIBLE_WITHIN_SECONDS", 0.1)
     save(store, 1, Written())
     with pytest.raises(CheckpointError, match=f"does not see what .*Received: {DATA} of 2 bytes"):
         save(store, 2, Written(size=2))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("cpus")
 
 
 def positions(tensors, bucket_bytes, **options):
-    return [bucket.positions for bucket in fill_buckets(tensors, bucket_bytes, **options)]
+    return fill_buckets(tensors, bucket_bytes, **options)
 
 
 def test_last_gradients_come_first():

@@ -8,9 +8,15 @@ import pytest
 import tensorflow as tf
 from graph_ancestors import ancestors
 
-from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, begin_bucket, end_bucket
+from tfdist.collectives.exchange_timer import (
+    ExchangeDurations,
+    ExchangeTimer,
+    TimedGroup,
+    begin_bucket,
+    end_bucket,
+)
 from tfdist.compression import Group
-from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.operation_order import after_clocks, read_clock
 
 
 def after(seconds, tensor):
@@ -57,7 +63,7 @@ def test_time_is_counted_as_what_it_is_spent_on(cpus, reduce):
     @tf.function
     def steps(count):
         def step(index, gradient):
-            group, (gradient,) = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
+            group, (gradient,) = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [gradient])
             (summed,) = end_bucket(group, [reduce(group, after(0.02, gradient))])
             return index + 1, summed
 
@@ -80,7 +86,7 @@ def test_time_before_the_gradients_are_there_does_not_count(cpus):
     @tf.function
     def step(value):
         gradient = after(0.5, after(0.5, value))
-        group, (gradient,) = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
+        group, (gradient,) = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [gradient])
         end_bucket(group, [group.sum(gradient)])
 
     begin = time.perf_counter()
@@ -94,13 +100,13 @@ def test_what_overlaps_counts_once(cpus, monkeypatch):
     # The gradients, the first collective's input and result, the second one's, the sums.
     readings = iter(np.int64([1000, 1010, 1110, 1020, 1130, 1140]))
     clock = lambda: tf.constant(next(readings) / 1e9, tf.float64)  # noqa: E731
-    monkeypatch.setattr("tfdist.tensorflow_internals.graph_clock._seconds", clock)
+    monkeypatch.setattr("tfdist.tensorflow_internals.operation_order._seconds", clock)
     timer, ones = ExchangeTimer(cpus[0]), tf.ones([2])
-    group, _ = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
+    group, _ = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [ones])
     end_bucket(group, [group.sum(ones), group.gather(ones)])
     assert timer.by_label() == {"method": ExchangeDurations(10 / 1e9, 120 / 1e9, 10 / 1e9)}
     readings = iter(np.int64([5000, 5100, 5300, 5600]))  # eagerly the next step uses the same counter
-    group, _ = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
+    group, _ = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [ones])
     end_bucket(group, [group.sum(ones)])
     assert timer.by_label() == {"method": ExchangeDurations(110 / 1e9, 320 / 1e9, 310 / 1e9)}
 
@@ -110,7 +116,7 @@ def test_gradients_that_are_constants_are_timed_in_every_step(cpus):
 
     @tf.function
     def step(value):
-        group, _ = begin_bucket(timer.timed(SlowGroup(), "method"), [tf.zeros([2])])
+        group, _ = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [tf.zeros([2])])
         end_bucket(group, [group.sum(value)])
 
     step(tf.ones([2]))
@@ -134,7 +140,7 @@ def test_what_is_timed_waits_for_the_clock_in_the_graph(cpus):
     @tf.function(autograph=False)
     def step(gradient):
         rows = tf.IndexedSlices(gradient + 1.0, tf.constant([0, 1]), tf.constant([2]))
-        group, (encoded,) = begin_bucket(timer.timed(NotingGroup(), "method"), [gradient])
+        group, (encoded,) = begin_bucket(TimedGroup(NotingGroup(), timer, "method"), [gradient])
         passed.append(encoded)
         (decoded,) = end_bucket(group, [tf.identity(group.sum(encoded))])
         clock = read_clock([decoded], cpus[0])
@@ -154,7 +160,7 @@ def test_labels_and_buckets(cpus):
     @tf.function
     def step(gradient):
         for label in ("one", "other", "other"):
-            group, (gradient,) = begin_bucket(timer.timed(SlowGroup(), label), [gradient])
+            group, (gradient,) = begin_bucket(TimedGroup(SlowGroup(), timer, label), [gradient])
             (gradient,) = end_bucket(group, [group.sum(gradient)])
 
     step(tf.ones([2]))

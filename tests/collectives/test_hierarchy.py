@@ -7,8 +7,7 @@ import tensorflow as tf
 from replica_threads import ThreadLauncher, on_replicas, thread_groups
 
 from tfdist.collectives import CompressionState
-from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
-from tfdist.collectives.hierarchy import ReplicaHierarchy
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy, ReplicaReduction
 from tfdist.compression import Policy, Quantize
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -93,7 +92,7 @@ def test_dense_within_workers_and_compressed_between_them(workers, local):
 def test_only_the_first_replica_of_a_worker_sends_to_others():
     cluster = Cluster(2, 2, Policy(Quantize(8), dense_below=60))
     cluster.step([gradients_of(replica, 0) for replica in range(4)])
-    counts = [reduction.communication() for reduction in cluster.reductions]
+    counts = [reduction.counters.count() for reduction in cluster.reductions]
     payload = Quantize(8).payload_bytes((40, 50)) + Quantize(8).payload_bytes((64, 50)) + 4 * 50
     assert [count.wire_bytes for count in counts] == [payload, 0, payload, 0]
     dense = 4 * sum(np.prod(shape) for shape in SHAPES.values())
@@ -157,4 +156,4 @@ def test_anything_else_than_gradients_goes_through_the_group_of_all():
     results, _ = on_replicas(4, lambda _, r: cluster.reductions[r]([tf.constant(values[r])], mean=False, options=None))
     for (summed,) in results:
         np.testing.assert_array_equal(summed, [6, 4])
-    assert cluster.reductions[0].communication().other_collectives == 1
+    assert cluster.reductions[0].counters.count().other_collectives == 1

@@ -1,14 +1,12 @@
 """Data of Dask: partitions that Dask holds, read in this process and in others, and released."""
 
 import pickle
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from child_environment import child_environment
+from child_environment import run_python
 
 from tfdist.data import from_dask
 
@@ -103,8 +101,7 @@ def test_partitions_of_different_types_are_refused(client):
 
 
 def child(path):
-    command = [sys.executable, "-c", _CHILD, str(path)]
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120)
+    return run_python("-c", _CHILD, path, limit_seconds=120, exit_code=None)
 
 
 @pytest.mark.long

@@ -1,11 +1,9 @@
 """Data of Ray: blocks in its object store, read by its driver, its actors, and processes that connect."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
-from child_environment import child_environment
+from child_environment import child_environment, run_python
 
 from tfdist.data import from_ray
 
@@ -31,8 +29,7 @@ def batches_of(data):
 
 
 def child(path):
-    command = [sys.executable, "-c", _CHILD, str(path)]
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120)
+    return run_python("-c", _CHILD, path, limit_seconds=120, exit_code=None)
 
 
 def test_blocks_are_read_by_all_kinds_of_processes(session, tmp_path):

@@ -10,8 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data_position.position import Position
-from tfdist.data_position.resumable_iterator import ResumeCost, patch_epoch_iterator
-from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
+from tfdist.data_position.resumable_iterator import ResumeCost, patch_epoch_iterator, start_at_epoch, training_iterator
 
 SEED = 7
 BATCH = 4

@@ -13,7 +13,7 @@ from recovered_runs import run
 
 from tfdist.checkpoint import CheckpointStore, Shard
 from tfdist.data_position import dataset_source
-from tfdist.data_position.data_comparison import describe_elements, first_difference
+from tfdist.data_position.position import describe_elements, first_difference
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals.input_pipeline import batch_size, is_per_worker
 

@@ -15,7 +15,7 @@ from position_cases import CASES
 from stock_strategy import stock_mirrored
 
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals.distributed_datasets import skip_steps
+from tfdist.tensorflow_internals.input_pipeline import skip_steps
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ from data_runs import BATCH, EPOCHS, IDS, SEED, Numbers, Recorder, Start, Watch,
 from position_cases import CASES, arrays
 
 from tfdist.data_position.position import Position
-from tfdist.data_position.resumable_iterator import patch_epoch_iterator
-from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
+from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
 from tfdist.keras_internals import epoch_iterator
 from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
 from tfdist.strategy_hooks import StrategyHooks

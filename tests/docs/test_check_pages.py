@@ -42,7 +42,7 @@ def test_pages_keep_the_rules(checks: ModuleType) -> None:
 def test_the_repository_is_read(checks: ModuleType) -> None:
     pages = checks.Pages(ROOT)
     assert {"README.md", "docs/quick_start.md", "docs/api/callbacks.md", "examples/README.md"} <= set(pages.markdown)
-    assert {"tfdist/cluster/detect.py", "callbacks/failure_recovery.py"} <= set(pages.sources)
+    assert {"tfdist/cluster/tf_config.py", "callbacks/failure_recovery.py"} <= set(pages.sources)
     assert {"mkdocs.yml", "Makefile", "examples/notebooks/quick_start.ipynb", "benchmarks/parity.py"} <= set(
         pages.texts
     )

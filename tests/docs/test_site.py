@@ -39,12 +39,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_shown(path: str, reference: str) -> bool:
-    """Whether the reference has a heading for a name or for its members.
-
-    `detect` is the function in the module of that name.
-    """
-    name = path.rpartition(".")[2]
-    return any(f'id="{shown}' in reference for shown in (f'{path}"', f'{path}.{name}"', f"{path}."))
+    """Whether the reference has a heading for a name or for its members."""
+    return any(f'id="{shown}' in reference for shown in (f'{path}"', f"{path}."))
 
 
 def text_of(path: Path) -> str:

@@ -81,11 +81,12 @@ def test_one_pair_measures_at_a_time(tasks, monkeypatch):
 
 def test_a_task_that_has_not_begun_to_dial_is_waited_for(tasks, monkeypatch):
     """Its checks are done, but it has not dialed yet: that is not a task without answers."""
-    dial, stop, asked = PeerConnections.dial, member.MemberTask._stop_waiting, threading.Event()
+    dial, answer, asked = PeerConnections.dial, member.MemberTask._answer_to_chief, threading.Event()
 
-    def stopd(self, request):
-        asked.set()
-        return stop(self, request)
+    def noted(self, name, request):
+        if name == "stop_waiting":
+            asked.set()
+        return answer(self, name, request)
 
     def late(self, timeout_seconds):
         if threading.current_thread().name == "worker 1":
@@ -93,7 +94,7 @@ def test_a_task_that_has_not_begun_to_dial_is_waited_for(tasks, monkeypatch):
             time.sleep(0.5)  # the chief asks every 0.1 s
         dial(self, timeout_seconds)
 
-    monkeypatch.setattr(member.MemberTask, "_stop_waiting", stopd)
+    monkeypatch.setattr(member.MemberTask, "_answer_to_chief", noted)
     monkeypatch.setattr(PeerConnections, "dial", late)
     cluster = tasks(jobs=[("worker", 3)])
     for rank in range(3):

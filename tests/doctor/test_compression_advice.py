@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tfdist import compression
-from tfdist.doctor.compression_advice import MATRIX_SIDE, advise, payload_bytes
+from tfdist.doctor.compression_advice import MATRIX_SIDE, PAYLOAD_BYTES, advise
 from tfdist.doctor.link_measurement import LinkMeasurement
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -25,13 +25,13 @@ def test_sizes_are_those_of_the_compressors(method, matrices):
     compressor = compression.get("dense" if method == "uncompressed" else method)
     # The blocks of top-k do not fill a matrix.
     one = pytest.approx(compressor.payload_bytes(shape), rel=1e-3 if matrices > 1 else 0)
-    assert payload_bytes(method, matrices * MATRIX_SIDE**2) / matrices == one
+    assert PAYLOAD_BYTES[method](matrices * MATRIX_SIDE**2) / matrices == one
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sizes_of_small_models(method):
     compressor = compression.get("dense" if method == "uncompressed" else method)
-    assert payload_bytes(method, 64 * 64) == compressor.payload_bytes((64, 64))
+    assert PAYLOAD_BYTES[method](64 * 64) == compressor.payload_bytes((64, 64))
 
 
 @pytest.mark.parametrize(

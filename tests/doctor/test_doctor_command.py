@@ -5,13 +5,11 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 import tfdist
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task, why_unreachable
@@ -128,10 +126,9 @@ def test_an_evaluator_looks_at_its_machine(doctor, monkeypatch):
 @pytest.mark.multi_process
 def test_two_workers_of_this_machine(tmp_path):
     """The one start of TensorFlow: the machine that runs the tests is well, or none of them would run."""
-    command = [sys.executable, "-m", "tfdist.launch", "doctor", "--workers", "2", "--json", "--checkpoints", "new"]
-    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=600)
-    document = json.loads(ended.stdout)
-    assert ended.returncode == 0 and list(document) == KEYS, ended.stderr
+    command = ["-m", "tfdist.launch", "doctor", "--workers", "2", "--json", "--checkpoints", "new"]
+    document = json.loads(run_python(*command, cwd=tmp_path).stdout)
+    assert list(document) == KEYS
     assert (document["format"], document["tfdist"], document["errors"]) == (1, tfdist.__version__, 0)
     levels = {(x["task"], x["check"]): x["level"] for x in document["findings"]}
     for check in "own port, tensorflow, keras, tensorflow start, devices, keras backend, private symbols".split(", "):
@@ -151,9 +148,8 @@ def test_under_the_launcher(tmp_path):
         "import sys\nfrom tfdist.doctor import check_runner\nfrom tfdist.launch.cli.main import main\n"
         "check_runner.run_checks.__kwdefaults__['checks'] = ()\nsys.exit(main(['doctor', *sys.argv[1:]]))\n"
     )
-    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", str(script), "--parameters", "1M"]
-    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
+    launcher = ["-m", "tfdist.launch", "run", "--workers", "2"]
+    ended = run_python(*launcher, script, "--parameters", "1M", cwd=tmp_path)
     assert "[0]   ok       peers               all 2 tasks answer each other" in ended.stdout
     assert "[1] tfdist doctor: worker 1: worker 0 has the report: 0 errors, 0 warnings" in ended.stderr
     assert "[1]" not in ended.stdout

@@ -11,7 +11,7 @@ import pytest
 from machines import context, one, write
 
 from tfdist.doctor import library_checks as libraries
-from tfdist.doctor.tensorflow_checks import check_tensorflow_start
+from tfdist.doctor.library_checks import check_tensorflow_start
 
 GB = 10**9
 

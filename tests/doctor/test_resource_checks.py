@@ -8,10 +8,9 @@ import pytest
 from machines import context, one, write
 
 from tfdist.doctor import resource_checks as resources
-from tfdist.doctor import tensorflow_checks as tensorflow_start
 from tfdist.doctor.check_context import workers_on_own_host
 from tfdist.doctor.check_runner import MACHINE_CHECKS, run_machine_checks
-from tfdist.doctor.tensorflow_checks import check_tensorflow_start
+from tfdist.doctor.library_checks import START_TIMEOUT_SECONDS, check_tensorflow_start
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_check_that_raises_is_a_finding():
     finding = one(run_machine_checks(context("a:1", "b:1", task=1), [check_nothing]))
     assert (finding.check, finding.level, finding.task) == ("nothing", "warning", "worker 1")
     assert "not for you" in finding.found
-    assert check_tensorflow_start in MACHINE_CHECKS and tensorflow_start.TIMEOUT_SECONDS < 300
+    assert check_tensorflow_start in MACHINE_CHECKS and START_TIMEOUT_SECONDS < 300
 
 
 def test_package_does_not_import_tensorflow():

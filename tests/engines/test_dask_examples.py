@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from example_runs import ROOT, run_python
+from child_environment import ROOT, run_python
 
 pytest.importorskip("distributed", reason="needs the extra `dask`")
 pytest.importorskip("sklearn", reason="needs the extra `examples`")

@@ -11,8 +11,8 @@ from thread_places import run_in_threads
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch import WorkerError
 from tfdist.launch.engines import place as place_module
-from tfdist.launch.engines.place import PlaceResult, _Stop, place_address, run_place
-from tfdist.launch.engines.rounds import run_rounds
+from tfdist.launch.engines.engine_call import PlaceResult, run_rounds
+from tfdist.launch.engines.place import _Stop, place_address, run_place
 from tfdist.launch.function_call.worker_results import RankResult
 from tfdist.utils.argument_checks import UsageError
 

@@ -1,11 +1,9 @@
 """`on_ray` through Ray Client, whose driver is no process of the cluster: devices, variables of a `runtime_env`."""
 
 import ast
-import subprocess
-import sys
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 from engine_runs import HERE
 from local_ray import ray_directory
 
@@ -32,10 +30,8 @@ with ray_start_client_server(ray_init_kwargs={**local, "runtime_env": {"env_vars
 
 def test_devices_threads_and_variables_of_places(tmp_path):
     with ray_directory() as variables:
-        environment = child_environment(HERE, TMPDIR=str(tmp_path), **variables)
-        driver = subprocess.run(
-            [sys.executable, "-c", DRIVER], env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        variables = {**variables, "TMPDIR": str(tmp_path)}
+        driver = run_python("-c", DRIVER, paths=(HERE,), limit_seconds=120, exit_code=None, **variables)
     lines = [line for line in driver.stdout.splitlines() if line.startswith("values ")]
     values = [ast.literal_eval(line.removeprefix("values ")) for line in lines]
     assert len(values) == 2, driver.stderr[-4000:]

@@ -15,9 +15,8 @@ from thread_places import run_in_threads
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch import WorkerError
-from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
-from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
-from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.engine_call import EngineCall, LostPlaceError, PlaceAddress, PlaceResult, run_rounds
+from tfdist.launch.engines.place import place_address, run_place, stop_places
 from tfdist.launch.function_call.worker_results import RankResult
 
 ADDRESSES = [PlaceAddress("10.0.0.1", 4000), PlaceAddress("fd00::2", 4001)]

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from example_runs import run_python
+from child_environment import run_python
 from local_spark import require_spark
 
 require_spark()

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from example_runs import ROOT, run_python
+from child_environment import ROOT, run_python
 
 pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from worker_groups import free_addresses
 
-from tfdist.exchange.group_failure import GroupFailure
+from tfdist.exchange.exchange_errors import GroupFailure
 
 ROOT = Path(__file__).parents[2]
 WORKER = """

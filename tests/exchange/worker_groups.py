@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.exchange.channel import Channel
-from tfdist.exchange.group_failure import GroupFailure
-from tfdist.exchange.links import Link, SharedMemoryLink, SocketLink
+from tfdist.exchange.exchange_errors import GroupFailure
+from tfdist.exchange.links import SharedMemoryLink, SocketLink, WorkerLink
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.utils.cores_and_ports import ReservedPorts
 
@@ -37,7 +37,7 @@ def on_workers(size: int, body: Callable[[int], Any]) -> list[Any]:
 @contextlib.contextmanager
 def linked_channels(size: int, kind: str) -> Iterator[list[Channel]]:
     """Within this context `size` channels are linked by "sockets" or by "memory"."""
-    links: list[list[Link | None]] = [[None] * size for _ in range(size)]
+    links: list[list[WorkerLink | None]] = [[None] * size for _ in range(size)]
     for high in range(size):
         for low in range(high):
             links[high][low], links[low][high] = _linked(high, low, kind)
@@ -49,7 +49,7 @@ def linked_channels(size: int, kind: str) -> Iterator[list[Channel]]:
             channel.close()
 
 
-def _linked(high: int, low: int, kind: str) -> tuple[Link, Link]:
+def _linked(high: int, low: int, kind: str) -> tuple[WorkerLink, WorkerLink]:
     if kind == "memory":
         memory, *counters = SharedMemoryLink.create()
         copies = [os.dup(descriptor) for descriptor in (memory, *counters)]  # each side closes its own

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.keras_internals.callback_files import SharedPaths, patch_callback_files
+from tfdist.keras_internals.saved_files import SharedPaths, patch_callback_files
 
 pytestmark = pytest.mark.usefixtures("cpus")
 INPUTS = np.arange(8.0, dtype="float32").reshape(4, 2)

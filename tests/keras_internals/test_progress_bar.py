@@ -10,7 +10,7 @@ import tensorflow as tf
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import CommunicationReport, GradientAccumulation
-from tfdist.keras_internals.progress_bar import BytesPerStep, CommunicationProgressBar
+from tfdist.keras_internals.keras_callbacks import BytesPerStep, CommunicationProgressBar
 from tfdist.private_symbols import has_reached
 from tfdist.strategies import MirroredStrategy
 

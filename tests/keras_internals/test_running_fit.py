@@ -1,5 +1,8 @@
 """The running `fit`, also when callbacks raise, and in custom loops."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -59,3 +62,20 @@ def test_fit_ends_when_a_callback_raises(model, hook):
         fit(model, End(), Interrupted(hook, seen))
     assert seen[0].model is model
     assert ended == [hook] and running_fit(model) is None
+
+
+def test_fit_is_freed_with_what_it_has_called_at_its_end(model):
+    """Not by the collector of cycles only: it refers to the model."""
+    seen = []
+
+    class End(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            running = running_fit(self.model)
+            running.on_end(lambda: seen.append(weakref.ref(running)))
+
+    gc.disable()
+    try:
+        fit(model, End())
+    finally:
+        gc.enable()
+    assert len(seen) == 1 and seen[0]() is None

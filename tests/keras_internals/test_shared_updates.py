@@ -9,21 +9,21 @@ from testing.programs import Program
 
 from tfdist.keras_internals import optimizers
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals import shared_functions
+from tfdist.tensorflow_internals import shared_operations
 
 
 @pytest.fixture
 def traces(monkeypatch):
     """The number of variables of each function that was traced; 0 if it could not be shared."""
     counts = []
-    trace = shared_functions._trace
+    trace = shared_operations._trace
 
     def counted(*arguments):
         traced = trace(*arguments)
         counts.append(0 if traced is None else len(traced.variables))
         return traced
 
-    monkeypatch.setattr(shared_functions, "_trace", counted)
+    monkeypatch.setattr(shared_operations, "_trace", counted)
     return counts
 
 
@@ -127,7 +127,7 @@ def test_a_capture_that_is_no_variable_is_not_shared(cpus, traces):
             def add(given):
                 variable.assign_add(given[0] + own)
 
-            return shared_functions.call_shared(add, [tf.ones(())], [variable], "add")
+            return shared_operations.call_shared(add, [tf.ones(())], [variable], "add")
 
         return strategy.run(on_replica)
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from tfdist.training import balanced_batches
-from tfdist.training.balanced_batches import SharedRows, complete_batches
+from tfdist.training import worker_batches
+from tfdist.training.worker_batches import SharedRows, complete_batches
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -30,7 +30,7 @@ def test_every_device_of_a_worker_draws_each_batch(drop_remainder):
 
 
 def test_files_are_read_by_all_workers_with_one_warning(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(balanced_batches, "_has_warned_of_files", False)
+    monkeypatch.setattr(worker_batches, "_has_warned_of_files", False)
     (tmp_path / "rows").write_text("one\ntwo\n")
     batches = tf.data.TextLineDataset([str(tmp_path / "rows")]).batch(2)
     with caplog.at_level(logging.WARNING, logger="tfdist"):

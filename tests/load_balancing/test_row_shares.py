@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.load_balancing.row_shares import RowShares
+from tfdist.load_balancing.share_planning import LoadBalancing
 
 pytestmark = pytest.mark.usefixtures("cpus")
 DEVICES = (1, 2)

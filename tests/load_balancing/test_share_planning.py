@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.share_planning import (
     HOLD,
     SECONDS,
@@ -11,8 +10,11 @@ from tfdist.load_balancing.share_planning import (
     SHARE,
     STEPS,
     WAITED_SECONDS,
+    LoadBalancing,
     after_step,
+    checked_shares,
     initial_state,
+    load_balancing_of,
     plan_rows,
     row_bounds,
 )

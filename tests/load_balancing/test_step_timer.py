@@ -8,7 +8,7 @@ import tensorflow as tf
 from graph_ancestors import ancestors
 
 from tfdist.load_balancing.step_timer import StepTimer
-from tfdist.tensorflow_internals import graph_clock
+from tfdist.tensorflow_internals import operation_order
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -23,7 +23,7 @@ def set_clock(monkeypatch, seconds):
     """Has the clock show `seconds`, one after another."""
     readings = iter(seconds)
     read = lambda: np.float64(next(readings))  # noqa: E731
-    monkeypatch.setattr(graph_clock, "_seconds", lambda: tf.numpy_function(read, [], tf.float64))
+    monkeypatch.setattr(operation_order, "_seconds", lambda: tf.numpy_function(read, [], tf.float64))
 
 
 def step(timer, data, *, waits=False, sums=False, gradients=True, twice=False, compute=tf.identity):

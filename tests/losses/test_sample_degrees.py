@@ -3,9 +3,9 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.losses.loss_terms import loss_terms
+from tfdist.losses.loss_scaling import loss_terms
 from tfdist.losses.sample_degrees import SampleDegrees
-from tfdist.tensorflow_internals.operation_origins import user_line
+from tfdist.tensorflow_internals.function_graphs import user_line
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

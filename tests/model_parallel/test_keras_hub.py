@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 pytestmark = [
     pytest.mark.long,
@@ -23,10 +21,7 @@ def test_weights_equal_those_of_one_process(name: str, split: int, sums: int, tm
     """After 20 steps of Adam; no layer gathers variables or values, and each block has four sums, that of Gemma two."""
     results = tmp_path / "results.json"
     hub = Path(importlib.util.find_spec("keras_hub").origin).parents[1]  # type: ignore[union-attr, arg-type]
-    command = [sys.executable, str(SCRIPT), name, str(results)]
-    environ = child_environment(SCRIPT.parent, hub)
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_python(SCRIPT, name, results, paths=(SCRIPT.parent, hub), limit_seconds=280)
     found = json.loads(results.read_text())
     assert found["steps"] == 20 and found["split"] == split
     assert found["weights"] <= 1e-5 and found["logs"] <= 1e-5

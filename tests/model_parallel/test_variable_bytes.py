@@ -6,7 +6,7 @@ import numpy as np
 import pipeline_runs as runs
 import pytest
 
-from tfdist.pipeline.stage_table import variable_bytes_by_device
+from tfdist.pipeline.placed_models import variable_bytes_by_device
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

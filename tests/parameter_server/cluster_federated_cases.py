@@ -6,7 +6,7 @@ import tensorflow as tf
 from cluster_cases import FEATURES, INPUTS, LABELS, case
 from federated_reference import Adam, Sgd, train
 
-from tfdist.parameter_server.federated_averaging import chosen_clients
+from tfdist.parameter_server.modes import chosen_clients
 from tfdist.strategies import FederatedAveraging, ParameterServerStrategy
 
 CLIENTS, BATCH = 5, 8

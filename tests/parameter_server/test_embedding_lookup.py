@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfdist.keras_internals.embeddings import shard_sizes
-from tfdist.parameter_server.embedding_lookup import num_parts
+from tfdist.keras_internals.scheduled_training import shard_sizes
+from tfdist.parameter_server.worker_scope import num_parts
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tfdist.compression import Policy
 from tfdist.parameter_server.client_training import ClientInfo
-from tfdist.parameter_server.federated_averaging import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.federated_chief import ClientEncoder
+from tfdist.parameter_server.modes import FederatedAveraging, chosen_clients
 
 on_cluster = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.compression import Policy
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
+from tfdist.keras_internals.optimizers import LossScale
 from tfdist.parameter_server.gradient_buffers import GradientBuffers
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.worker_step import StepResult

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist import compression
 from tfdist.compression import Policy
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
+from tfdist.keras_internals.optimizers import LossScale
 from tfdist.parameter_server.gradient_push import GradientEncoder, Push
 
 pytestmark = pytest.mark.usefixtures("cpus")

@@ -13,7 +13,7 @@ from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
 from tfdist.strategies import ParameterServerStrategy
-from tfdist.strategies.parameter_server_hooks import HOOKS
+from tfdist.strategies.parameter_server_strategy import HOOKS
 from tfdist.strategy_hooks import StrategyHooks
 
 pytestmark = pytest.mark.usefixtures("cpus")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.share_planning import LoadBalancing
 from tfdist.parameter_server.batch_split import PartShares
 from tfdist.tensorflow_internals import cluster_coordinator as preferred_workers
 
@@ -49,7 +49,7 @@ class Coordinator:
     """TensorFlow's queue with functions that are strings."""
 
     def __init__(self):
-        self._cluster = SimpleNamespace(closure_queue=preferred_workers._Queue())
+        self._cluster = SimpleNamespace(closure_queue=preferred_workers.CoordinatorQueue())
         with preferred_workers.preferring(self, 0):
             pass
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.strategies import ParameterServerStrategy
-from tfdist.strategies.parameter_server_hooks import HOOKS
+from tfdist.strategies.parameter_server_strategy import HOOKS
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tfdist.pipeline.pipeline_schedule import execution_order, most_held, tasks_of_stage
+from tfdist.pipeline.pipeline import execution_order, most_held, tasks_of_stage
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

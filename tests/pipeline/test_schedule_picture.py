@@ -2,8 +2,7 @@
 
 import pytest
 
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import schedule_picture, start_times
+from tfdist.pipeline.pipeline import Pipeline, schedule_picture, start_times
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from pipeline_runs import layers, ops, strategy_of
 
-from tfdist.pipeline.batch_rows import micro_batches_of
+from tfdist.pipeline.column_run import micro_batches_of
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

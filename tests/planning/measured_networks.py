@@ -4,6 +4,7 @@ from typing import Any
 
 from planned_programs import results
 
+from tfdist.planning.cost_terms import on_shared_cores
 from tfdist.planning.measurements import (
     DENSE,
     EXCHANGE,
@@ -17,7 +18,6 @@ from tfdist.planning.measurements import (
     StepMeasurement,
     TransferMeasurement,
 )
-from tfdist.planning.step_costs import on_shared_cores
 
 GRADIENT_BYTES = 40_083_496
 ROWS = 64  # of a worker, `benchmarks/workloads.py`

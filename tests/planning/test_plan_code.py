@@ -11,10 +11,10 @@ import tfdist.strategies
 from tfdist.exchange import links
 from tfdist.planning.cost_terms import Conditions
 from tfdist.planning.group_exchanges import SEGMENT_BYTES
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.search import find_plans
 
-CONDITIONS = Conditions(Link(1e9), 10**12, allow_compression=True, allow_local_updates=True, speeds=(1.0, 0.5))
+CONDITIONS = Conditions(LinkSpeed(1e9), 10**12, allow_compression=True, allow_local_updates=True, speeds=(1.0, 0.5))
 
 
 def distinct_plans():
@@ -67,8 +67,8 @@ def test_steps_of_an_update_take_effect_until_the_first_step():
 
 
 def test_long_lines_are_broken_outside_of_strings():
-    from tfdist.planning.plan_code import code_of, planned_object
-    from tfdist.planning.plans import PlannedStrategy
+    from tfdist.planning.plan_table import code_of
+    from tfdist.planning.plans import PlannedStrategy, planned_object
 
     cuts = [f"block {index} of the model" for index in range(20)]
     pipeline = planned_object("Pipeline", stages=21, micro_batches=4, cuts=cuts)

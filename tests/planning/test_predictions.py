@@ -3,21 +3,25 @@ import dataclasses
 import pytest
 from planned_programs import program
 
-from tfdist.planning.cost_terms import Conditions
+from tfdist.planning.cost_terms import Conditions, on_shared_cores, step_of
 from tfdist.planning.group_exchanges import exchange_of, ready_parts, wire_bytes
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE, SUM, Collective, Measurements
-from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
-from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
+from tfdist.planning.predict_data_parallel import (
+    DataParallel,
+    LocalTraining,
+    ParameterServers,
+    predict_data_parallel,
+    predict_local_updates,
+    predict_parameter_servers,
+)
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel
-from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
-from tfdist.planning.step_costs import on_shared_cores, step_of
 
-GIGABIT, FAST = Link.ethernet(1e9, 1e-4), Link(1e12)
+GIGABIT, FAST = LinkSpeed.ethernet(1e9, 1e-4), LinkSpeed(1e12)
 FITS = 10**12
 
 
-def on(link: Link, **changes) -> Conditions:
+def on(link: LinkSpeed, **changes) -> Conditions:
     return Conditions(link, FITS, **changes)
 
 
@@ -103,7 +107,7 @@ def test_ready_parts_of_another_number_of_buckets():
 
 
 def test_a_compressed_exchange_is_faster_on_a_slow_link_only():
-    slow, fast = on(Link.ethernet(1e8)), on(FAST)
+    slow, fast = on(LinkSpeed.ethernet(1e8)), on(FAST)
     int8 = DataParallel("int8")
     dense = [predict_data_parallel(program(), each, 2, DataParallel()).step_seconds for each in (slow, fast)]
     coded = [predict_data_parallel(program(), each, 2, int8).step_seconds for each in (slow, fast)]
@@ -129,7 +133,7 @@ def test_micro_batches_hold_fewer_activations():
 
 
 def test_accumulation_exchanges_once():
-    link = on(Link.ethernet(1e8))
+    link = on(LinkSpeed.ethernet(1e8))
     plain = predict_data_parallel(program(), link, 2, DataParallel())
     four = predict_data_parallel(program(), link, 2, DataParallel(accumulated=4))
     assert four.wire_bytes == plain.wire_bytes / 4
@@ -139,7 +143,7 @@ def test_accumulation_exchanges_once():
 def test_a_program_that_accumulates_exchanges_less_often():
     measured = program()
     accumulating = dataclasses.replace(measured, program=dataclasses.replace(measured.program, exchanges_per_step=0.25))
-    link = on(Link.ethernet(1e8))
+    link = on(LinkSpeed.ethernet(1e8))
     each, some = (predict_data_parallel(one, link, 2, DataParallel()) for one in (measured, accumulating))
     assert some.wire_bytes == each.wire_bytes / 4 and some.step_seconds < each.step_seconds / 3
     each, some = (predict_local_updates(one, link, 2, LocalTraining(20)) for one in (measured, accumulating))
@@ -150,7 +154,9 @@ def test_what_is_exchanged_beside_gradients():
     measured = program()
     others = tuple(Collective(SUM, 64, 0) for _ in range(5))
     more = dataclasses.replace(measured, program=dataclasses.replace(measured.program, other_collectives=others))
-    first, second = (predict_data_parallel(one, on(Link(1e9, 0.01)), 2, DataParallel()) for one in (measured, more))
+    first, second = (
+        predict_data_parallel(one, on(LinkSpeed(1e9, 0.01)), 2, DataParallel()) for one in (measured, more)
+    )
     # Five in place of one: each waits for a message of the other worker.
     assert second.step_seconds - first.step_seconds == pytest.approx(4 * 0.0105, rel=0.05)
 
@@ -183,7 +189,7 @@ def test_workers_with_several_cores_encode_beside_backpropagation():
 
 
 def test_local_updates_send_a_part_and_hold_anchors():
-    link, fifty = on(Link.ethernet(1e8)), LocalTraining(50)
+    link, fifty = on(LinkSpeed.ethernet(1e8)), LocalTraining(50)
     dense = predict_data_parallel(program(), link, 2, DataParallel())
     local = predict_local_updates(program(samples=64 * 100), link, 2, fifty)
     assert local.wire_bytes == pytest.approx(dense.wire_bytes / 50)
@@ -193,7 +199,7 @@ def test_local_updates_send_a_part_and_hold_anchors():
 
 
 def test_exchanges_that_overlap_cost_only_the_cores():
-    link = on(Link.ethernet(1e8))
+    link = on(LinkSpeed.ethernet(1e8))
     waits = LocalTraining(100, True)
     overlaps = LocalTraining(100, True, fragments=4, overlap_steps=25)
     endless = program(samples=None)

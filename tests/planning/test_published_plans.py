@@ -6,7 +6,7 @@ import pytest
 from planned_programs import results
 
 from tfdist.planning.cost_terms import Conditions
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import Measurements
 from tfdist.planning.search import find_plans
 
@@ -22,7 +22,7 @@ def cells():
     for cell in (*document["grid"], *document["unseen"]):
         measured = Measurements.from_json(document["measurements"][cell["model"]])
         rate = LINKS[cell["link"]]
-        link = Link.ethernet(rate) if rate else Link(1e12)
+        link = LinkSpeed.ethernet(rate) if rate else LinkSpeed(1e12)
         plans = find_plans(measured, Conditions(link, MEMORY_BYTES, allow_compression=True), 2).plans
         predicted = {variant(plan): plan.step_seconds for plan in reversed(plans) if is_compared(plan)}
         found[cell["model"], cell["link"]] = dict(reversed(predicted.items())), cell["measured"]

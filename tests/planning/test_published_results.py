@@ -6,11 +6,9 @@ import pytest
 from planned_programs import results
 
 from tfdist.planning.group_exchanges import BucketCost, exchanged_seconds
-from tfdist.planning.link_costs import Link, all_gather_bytes, all_reduce_bytes
-from tfdist.planning.predict_data_parallel import rows_of_workers
-from tfdist.planning.predict_local_updates import exchanges_of_epoch
+from tfdist.planning.link_costs import LinkSpeed, sent_bytes
+from tfdist.planning.predict_data_parallel import exchanges_of_epoch, rows_of_workers, server_seconds
 from tfdist.planning.predict_model_parallel import bubble, pipeline_seconds
-from tfdist.planning.predict_parameter_servers import server_seconds
 
 SHAPED = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 METHODS = "dense bf16 fp16 fp8 int8 int4 sign topk:0.01 randomk:0.01 powersgd:4 powersgd:1".split()
@@ -23,7 +21,7 @@ def cells(name, workloads=WORKLOADS):
         links = results(name)["workloads"][workload]["links"]
         unshaped = links["unshaped"]["variants"]
         for label in SHAPED.keys() & links.keys():
-            link = Link(links[label]["achieved_bits_per_second"] / 8)
+            link = LinkSpeed(links[label]["achieved_bits_per_second"] / 8)
             for method in METHODS:
                 if method in links[label]["variants"] and method in unshaped:
                     shaped = links[label]["variants"][method]
@@ -44,12 +42,12 @@ def test_bytes_of_more_members_follow_from_those_of_two(name):
     for method in ("dense", "powersgd:4"):  # payloads that are summed
         payload = two[method]["stated"]["wire_bytes"]  # of two members each sends one
         sent = variants[method]["stated"]["wire_bytes"]
-        assert sent == pytest.approx(all_reduce_bytes(payload, members), rel=1e-6)
+        assert sent == pytest.approx(sent_bytes("sum", payload, members), rel=1e-6)
     # Two members gather, more exchange slices and gather sums: as many bytes as an all-reduce, with padding of a block
     # for each member and bucket.
     payload, sent = two["int8"]["stated"]["wire_bytes"], variants["int8"]["stated"]["wire_bytes"]
-    assert all_gather_bytes(payload, 2) == payload
-    assert sent == pytest.approx(all_reduce_bytes(payload, members), rel=1e-4)
+    assert sent_bytes("gather", payload, 2) == payload
+    assert sent == pytest.approx(sent_bytes("sum", payload, members), rel=1e-4)
 
 
 def test_stated_bytes_are_what_the_interface_sends():

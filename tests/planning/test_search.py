@@ -4,11 +4,11 @@ import pytest
 from planned_programs import program
 
 from tfdist.planning.cost_terms import Conditions
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.search import TIE, find_plans
 
-GIGABIT, SLOW = Link.ethernet(1e9, 1e-4), Link.ethernet(1e7, 1e-3)
+GIGABIT, SLOW = LinkSpeed.ethernet(1e9, 1e-4), LinkSpeed.ethernet(1e7, 1e-3)
 FITS = 10**12
 
 
@@ -61,7 +61,7 @@ def test_ties_prefer_the_simpler_plan():
     measured = dataclasses.replace(
         measured, program=dataclasses.replace(measured.program, exchanges=free, steps=steps, slot_bytes=0)
     )
-    first = plans(Link(1e15), measured=measured, workers=2, allow_compression=True).plans[0]
+    first = plans(LinkSpeed(1e15), measured=measured, workers=2, allow_compression=True).plans[0]
     assert plan_name(first) == "data parallel"
 
 
@@ -110,7 +110,7 @@ def test_one_worker_has_one_plan_for_each_compiler():
 def test_load_balancing_is_planned_for_workers_of_different_speeds():
     measured = program(fixed_seconds=0.005, row_seconds=0.002)
     equal, uneven = (
-        plans(Link(1e12), workers=2, measured=measured, speeds=speeds) for speeds in ((1.0, 1.0), (1.0, 0.5))
+        plans(LinkSpeed(1e12), workers=2, measured=measured, speeds=speeds) for speeds in ((1.0, 1.0), (1.0, 0.5))
     )
     assert not any("load_balancing" in plan.code for plan in equal.plans)
     found = {plan_name(plan): plan for plan in uneven.plans}
@@ -121,7 +121,7 @@ def test_reasons_name_what_bounds_the_step():
     reasons = {plan_name(plan): plan.reason for plan in plans(SLOW, workers=2, allow_compression=True).plans}
     assert reasons["data parallel"].startswith("the link is busy 34.0 s of 34.")
     assert reasons["data parallel, int8"].endswith("; sends 1/3.9 of the dense gradients")
-    unlimited = {plan_name(plan): plan.reason for plan in plans(Link(1e12), workers=2).plans}
+    unlimited = {plan_name(plan): plan.reason for plan in plans(LinkSpeed(1e12), workers=2).plans}
     assert unlimited["data parallel"].startswith("encoding and copies take the cores")
     assert any(reason.startswith("computation takes") for reason in unlimited.values())
 

@@ -10,7 +10,7 @@ import measured_networks
 import pytest
 
 from tfdist.planning.cost_terms import Conditions
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import LayerMeasurement, Measurements
 from tfdist.planning.plans import Plan
 from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
@@ -28,10 +28,10 @@ from tfdist.planning.simulation_report import check_picture, draw, simulation_te
 from tfdist.planning.topology import Topology, parse_topology
 
 MONTH = 30 * 86400.0
-CONDITIONS = Conditions(Link(1e9), 16 * 10**9, allow_compression=True, allow_local_updates=True)
+CONDITIONS = Conditions(LinkSpeed(1e9), 16 * 10**9, allow_compression=True, allow_local_updates=True)
 
 
-def plans_of(measured: Measurements, link: Link, workers: int) -> list[Plan]:
+def plans_of(measured: Measurements, link: LinkSpeed, workers: int) -> list[Plan]:
     return find_plans(measured, dataclasses.replace(CONDITIONS, link=link), workers).plans
 
 
@@ -47,7 +47,7 @@ def test_published_step_times(workers: int, link: str) -> None:
     # The benchmark pins worker 2 to the core of worker 0, and worker 3 to that of worker 1: with 3 workers one of them
     # has a core, but the others, which it waits for, have half a core each, as with 4.
     measured = measured_networks.from_two_workers(core_share=1.0 if workers == 2 else 0.5)
-    network = Topology(link, Link(measured_networks.achieved_bytes_per_second(workers, link)))
+    network = Topology(link, LinkSpeed(measured_networks.achieved_bytes_per_second(workers, link)))
     cluster = SimulatedCluster((workers,), network)
     conditions = dataclasses.replace(CONDITIONS, link=network.link(workers), memory_bytes=10**12)
     for method in measured_networks.METHODS:
@@ -108,7 +108,7 @@ def test_each_kind_has_its_fastest_plan() -> None:
 
 
 def test_plans_that_do_not_fit_are_left_out() -> None:
-    def nothing(measured: Measurements, link: Link, workers: int) -> list[Plan]:
+    def nothing(measured: Measurements, link: LinkSpeed, workers: int) -> list[Plan]:
         return []
 
     cluster = SimulatedCluster((2, 4), parse_topology("flat,1gbit"))
@@ -124,10 +124,10 @@ def test_stages_are_simulated_where_nothing_else_fits() -> None:
     functional = dataclasses.replace(measured, program=program)
     assert "stages" not in simulated(measured=functional).kinds()
     least = min(
-        plan.memory_bytes for plan in plans_of(functional, Link(1e9), 4) if kind_of(plan) not in (None, "stages")
+        plan.memory_bytes for plan in plans_of(functional, LinkSpeed(1e9), 4) if kind_of(plan) not in (None, "stages")
     )
 
-    def small(measured: Measurements, link: Link, workers: int) -> list[Plan]:
+    def small(measured: Measurements, link: LinkSpeed, workers: int) -> list[Plan]:
         return [plan for plan in plans_of(measured, link, workers) if plan.memory_bytes < least]
 
     simulation = simulate(functional, SimulatedCluster((4,), parse_topology("flat,1gbit")), small)

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import tensorflow as tf
+from replaced_clocks import set_clock
 
-from tfdist.recovery import worker_coordination
+from tfdist.recovery import save_schedule, worker_coordination
 
 _LIMIT_SECONDS = 30
 
@@ -49,6 +50,10 @@ class KeyValueStore:
         self._raise_if_gone()
         return self.values[key]
 
+    def is_published(self, key, within_seconds):
+        with self._changed:
+            return self._changed.wait_for(lambda: key in self.values, within_seconds)
+
     def _raise_if_gone(self):
         if self.is_gone.is_set():
             raise tf.errors.UnavailableError(None, None, "Connection reset by peer")
@@ -74,6 +79,12 @@ def coordinations(monkeypatch, key_values):
         return made
 
     return make
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which saves are due."""
+    return set_clock(monkeypatch, save_schedule)
 
 
 @pytest.fixture

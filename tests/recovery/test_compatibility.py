@@ -103,4 +103,4 @@ def test_a_model_that_cannot_be_built_says_what_is_missing():
         with pytest.raises(RuntimeError, match="before the first batch. Received: batches of .*known rank"):
             VariableSnapshots(unbuilt).build(spec)
     VariableSnapshots(unbuilt).build((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
-    assert VariableSnapshots(unbuilt).shared()["weights/2.Dense/0"].shape == (3, 2)
+    assert VariableSnapshots(unbuilt).snapshot()[0]["weights/2.Dense/0"].shape == (3, 2)

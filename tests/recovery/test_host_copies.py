@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.recovery.host_copies import HostCopies
+from tfdist.recovery.variable_copies import HostCopies
 
 pytestmark = pytest.mark.usefixtures("cpus")
 UPDATES = {

@@ -3,9 +3,9 @@
 import os
 import signal
 import threading
-import types
 
 import pytest
+from replaced_clocks import set_clock
 
 from tfdist.recovery import preemption
 from tfdist.recovery.preemption import PreemptionHandler
@@ -15,9 +15,7 @@ _LIMIT_SECONDS = 30
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(preemption, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
+    return set_clock(monkeypatch, preemption)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from tfdist.recovery import save_schedule
-from tfdist.recovery.ray_train_notices import RayTrainNotices
+from tfdist.recovery.preemption import RayTrainNotices
 
 
 class Notice(types.SimpleNamespace):
@@ -19,20 +18,12 @@ def notice(*nodes, deadline_ms=None):
     return Notice(preempted_node_ids=list(nodes), preempted_ranks=[1], deadline_ms=deadline_ms)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that moves only when `now` is set."""
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
-
-
 def test_every_new_notice_is_due_once(coordinations, clock, caplog):
     answers = [None, None, notice("a"), notice("a"), notice("a", "b"), notice("a", "b")]
-    notices, due = RayTrainNotices(lambda: answers.pop(0), coordinations(1)[0], 10, seconds_between_questions=4), []
+    notices, due = RayTrainNotices(lambda: answers.pop(0), coordinations(1)[0], 10), []
     with caplog.at_level(logging.WARNING, "tfdist"):
         for step in range(11, 100):
-            clock.now += 4
+            clock.now += 5
             if notices.is_due(step):
                 due.append(step)
             if not answers:
@@ -47,7 +38,7 @@ def test_every_new_notice_is_due_once(coordinations, clock, caplog):
 
 def test_it_asks_every_few_seconds_and_not_after_every_step(coordinations, clock):
     asked = []
-    notices = RayTrainNotices(lambda: asked.append(clock.now), coordinations(1)[0], 0, seconds_between_questions=5)
+    notices = RayTrainNotices(lambda: asked.append(clock.now), coordinations(1)[0], 0)
     for step in range(1, 61):
         clock.now += 1
         notices.is_due(step)
@@ -57,9 +48,7 @@ def test_it_asks_every_few_seconds_and_not_after_every_step(coordinations, clock
 def test_workers_ask_after_the_same_steps_whatever_their_clocks_say(coordinations, clock, in_threads):
     questions, now = {0: [], 1: []}, {}
     made = [
-        RayTrainNotices(
-            lambda rank=rank: questions[rank].append(now[rank]), coordination, 0, seconds_between_questions=5
-        )
+        RayTrainNotices(lambda rank=rank: questions[rank].append(now[rank]), coordination, 0)
         for rank, coordination in enumerate(coordinations(2))
     ]
 

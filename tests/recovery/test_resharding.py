@@ -116,7 +116,7 @@ def test_accumulators_that_one_side_lacks_are_left_out_or_empty(cpus):
 
 def test_missing_shards_are_an_error(cpus):
     old, new = VariableSnapshots(model(cpus, 2)), VariableSnapshots(model(cpus, 3))
-    per_replica, description = old.per_replica(), old.description()
+    _, per_replica, description = old.snapshot()
     halves = [{name: value for name, value in per_replica.items() if name.endswith(f"@{rank}")} for rank in range(2)]
     with pytest.raises(ValueError, match=r"Received: 'accumulators/.*' of the replicas \[1\]. Expected: all 2"):
         new.restore_per_replica(halves[1], description)

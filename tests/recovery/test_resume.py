@@ -4,7 +4,7 @@ import logging
 import types
 
 import pytest
-from slept_clock import slept_clock
+from replaced_clocks import slept_clock
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore, Shard
 from tfdist.recovery import resume

@@ -1,20 +1,10 @@
 """Checkpoints are due at the same steps on all workers, whatever their clocks say."""
 
 import re
-import types
 
 import pytest
 
-from tfdist.recovery import save_schedule
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that moves only when `now` is set."""
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
 
 
 def due_steps(schedule, steps):

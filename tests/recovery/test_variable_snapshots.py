@@ -1,14 +1,12 @@
 """The variables of a training: saved half-way and restored into new objects, a training ends with the same bits."""
 
 import itertools
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import trainings
-from child_environment import child_environment
+from child_environment import run_python
 from graph_optimizations import grappler
 from trainings import END, HALF, SPEC, compiled, made, restore, saved, shift_names, steps
 
@@ -71,9 +69,7 @@ def test_a_new_process_resumes_with_the_same_bits(tmp_path):
             trainings.write(saved(model), tmp_path / case)
             steps(model, HALF, END)
             expected[case] = saved(model)
-    program = [sys.executable, trainings.__file__, tmp_path, *itertools.chain(*setups.items())]
-    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(trainings.__file__, tmp_path, *itertools.chain(*setups.items()))
     for case in setups:
         assert_same(trainings.read(tmp_path / case / "after"), expected[case])
 
@@ -124,12 +120,12 @@ def test_a_snapshot_is_a_copy_that_stays():
     model = made("accumulation", "tfdist")
     steps(model, 0, HALF)
     variables = VariableSnapshots(model)
-    shared, per_replica = variables.shared(), variables.per_replica()
+    shared, per_replica, _ = variables.snapshot()
     before = {name: value.tobytes() for name, value in {**shared, **per_replica}.items()}
     # TensorFlow would not overwrite memory that a view of it still holds; it would have to copy it in the next step.
     assert all(value.flags.owndata and value.base is None for value in [*shared.values(), *per_replica.values()])
     steps(model, HALF, END)
-    assert any(value.tobytes() != before[name] for name, value in variables.shared().items())
+    assert any(value.tobytes() != before[name] for name, value in variables.snapshot()[0].items())
     assert {name: value.tobytes() for name, value in {**shared, **per_replica}.items()} == before
 
 

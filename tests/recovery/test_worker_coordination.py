@@ -13,6 +13,13 @@ def test_all_get_the_value_of_the_chief(coordinations, in_threads):
     assert in_threads(lambda rank: ranks[rank].broadcast("resume", [rank, "name"]), (2, 1, 0)) == [[0, "name"]] * 3
 
 
+def test_workers_begin_with_the_chief_only(coordinations, in_threads):
+    ranks = coordinations(3)
+    with pytest.raises(RuntimeError, match="of worker 2, and none in those of the chief within 0.1 s"):
+        ranks[2].wait_for_chief(0.1)
+    in_threads(lambda rank: ranks[rank].wait_for_chief(30), (2, 1, 0))
+
+
 def test_all_get_the_first_proposal(coordinations, in_threads):
     ranks = coordinations(3)
     assert ranks[1].propose("stop", 7) == 7

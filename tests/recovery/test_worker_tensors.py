@@ -9,16 +9,16 @@ import pytest
 import tensorflow as tf
 
 from tfdist.checkpoint import CheckpointError
-from tfdist.checkpoint.worker_files import record_worker_files
-from tfdist.recovery import worker_calls, worker_copies
-from tfdist.recovery.worker_copies import WorkerCopies
+from tfdist.checkpoint.sharded_save import record_worker_files
+from tfdist.recovery import variable_copies, worker_calls
+from tfdist.recovery.variable_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import assign_all, open_worker_tensors
 from tfdist.tensor_parallel.split_variable import SplitVariable
 
 
 @pytest.fixture
 def copies(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> WorkerCopies:
-    monkeypatch.setattr(worker_copies, "own_task", lambda: "/job:chief/task:0")
+    monkeypatch.setattr(variable_copies, "own_task", lambda: "/job:chief/task:0")
     return WorkerCopies(30.0)
 
 

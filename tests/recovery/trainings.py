@@ -127,13 +127,8 @@ State = dict[str, Any]
 
 
 def saved(model: keras.Model) -> State:
-    variables = VariableSnapshots(model)
-    return {
-        "shared": variables.shared(),
-        "per_replica": variables.per_replica(),
-        "description": variables.description(),
-        "generators": python_and_numpy_state(),
-    }
+    parts = zip(("shared", "per_replica", "description"), VariableSnapshots(model).snapshot(), strict=True)
+    return {**dict(parts), "generators": python_and_numpy_state()}
 
 
 def restore(model: keras.Model, state: State) -> None:

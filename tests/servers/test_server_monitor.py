@@ -83,11 +83,11 @@ def test_a_server_that_does_not_answer_has_the_time_of_a_slow_link(monkeypatch):
     assert ended.wait(20)  # it has answered
     silent.clear()
     ended.clear()
-    wait_for(lambda: not servers.is_waiting)
+    wait_for(lambda: all(check.result is not None for check in servers._long_checks.values()))
     check_after(servers, clock, 1.1)
     check_after(servers, clock, 1.1)
     silent.set()
-    wait_for(lambda: not servers.is_waiting)
+    wait_for(lambda: all(check.result is not None for check in servers._long_checks.values()))
     with pytest.raises(tf.errors.UnavailableError, match="no answer from ps 0 at somewhere:1"):
         check_after(servers, clock, 1.1)
 

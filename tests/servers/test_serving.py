@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import tensorflow as tf
-from slept_clock import slept_clock
+from replaced_clocks import slept_clock
 
 from tfdist.servers import serving
 

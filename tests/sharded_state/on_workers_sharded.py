@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
-from tfdist.sharded_state import part_gathers
+from tfdist.sharded_state import state_sharding
 from tfdist.strategies import MultiWorkerMirroredStrategy, ShardedState
 
 
@@ -40,7 +40,7 @@ def interrupted(strategy, folder):
 
 def read_alone(model, rank, end):
     """Returns the error of a worker that reads a slot while the other one waits for that."""
-    part_gathers.TIMEOUT_SECONDS = 2.0
+    state_sharding.TIMEOUT_SECONDS = 2.0
     if rank:
         while not end.exists():
             time.sleep(0.05)

@@ -9,7 +9,7 @@ from keras import optimizers
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.sharded_optimizers import owns_whole_variables
-from tfdist.sharded_state import part_gathers
+from tfdist.sharded_state import state_sharding
 from tfdist.strategies import MirroredStrategy
 
 
@@ -189,10 +189,10 @@ def test_an_optimizer_that_assigns_slots_when_it_is_built(cpus):
 
 def test_a_worker_that_read_alone_reads_with_the_others_later(monkeypatch):
     published = {}
-    monkeypatch.setattr(part_gathers.key_values, "publish", published.__setitem__)
-    monkeypatch.setattr(part_gathers.key_values, "withdraw", published.pop)
-    monkeypatch.setattr(part_gathers.key_values, "is_published", lambda key, seconds: key in published)
-    meeting = part_gathers.Meeting("slots", 0, 2)
+    monkeypatch.setattr(state_sharding.key_values, "publish", published.__setitem__)
+    monkeypatch.setattr(state_sharding.key_values, "withdraw", published.pop)
+    monkeypatch.setattr(state_sharding.key_values, "is_published", lambda key, seconds: key in published)
+    meeting = state_sharding.Meeting("slots", 0, 2)
     with pytest.raises(RuntimeError, match="not read by all workers"):
         meeting.wait()
     assert not published  # a worker that comes later waits, and does not enter a gather without this one

@@ -1,19 +1,17 @@
 """What an estimator and a model do without a session of Spark."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 pytest.importorskip("pyspark", reason="needs the extra `spark`")
 
 from tfdist.spark import KerasEstimator, KerasModel
 from tfdist.spark.keras_estimator import RunDirectory, store_path
 from tfdist.spark.keras_model import as_column
-from tfdist.spark.model_tensors import InputSpec, input_specs, ordered_outputs
+from tfdist.spark.model_columns import InputSpec, input_specs, ordered_outputs
 from tfdist.spark.portable_objects import portable, restored, stable_text
 
 
@@ -24,8 +22,7 @@ def test_a_driver_without_tensorflow_constructs_an_estimator():
         "from tfdist.spark import KerasEstimator\n"
         "print(KerasEstimator(model_fn=print, epochs=3).copy().getOrDefault('epochs'))"
     )
-    run = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True)
-    assert run.stdout == "3\n", run.stderr
+    assert run_python("-c", program).stdout == "3\n"
 
 
 def test_parameters_are_those_of_spark_ml():
@@ -74,12 +71,12 @@ def test_columns_become_inputs():
     import keras
 
     one = keras.Sequential([keras.Input((2, 2)), keras.layers.Flatten()])
-    assert input_specs(one, ["x"]) == {0: InputSpec(("x",), "float32", (2, 2))}
+    assert input_specs(one, ["x"]) == [InputSpec(("x",), "float32", (2, 2))]
     assert input_specs(one, ["a", "b"])[0] == InputSpec(("a", "b"), "float32", None)
     first, second = keras.Input((1,), name="first"), keras.Input((3,), name="second", dtype="int32")
     two = keras.Model([first, second], [keras.layers.Dense(1)(first), keras.layers.Dense(1)(second)])
-    assert [spec.columns for spec in input_specs(two, ["second", "first"]).values()] == [("first",), ("second",)]
-    assert [spec.columns for spec in input_specs(two, ["u", "v"]).values()] == [("u",), ("v",)]
+    assert [spec.columns for spec in input_specs(two, ["second", "first"])] == [("first",), ("second",)]
+    assert [spec.columns for spec in input_specs(two, ["u", "v"])] == [("u",), ("v",)]
     assert input_specs(two, ["u", "v"])[1] == InputSpec(("v",), "int32", (3,))
     with pytest.raises(ValueError, match="The model has another number of inputs than there are columns"):
         input_specs(two, ["u", "v", "w"])

@@ -237,7 +237,7 @@ def test_a_failure_shows_the_users_lines_and_leaves_no_file(spark, frame, store)
 
 
 def test_a_fraction_is_split_by_the_values(spark, frame):
-    from tfdist.spark.spark_columns import split
+    from tfdist.spark.model_columns import split
 
     train, held_out = split(frame, 0.25, ["a", "b"], 0)
     again, _ = split(frame.repartition(5), 0.25, ["a", "b"], 0)

@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from child_environment import child_environment
+from child_environment import run_python
 from launched_runs import launch_once
 
 from tfdist.keras_internals.model_state import OptimizerState, components, model_variables
@@ -139,15 +137,7 @@ def test_a_custom_loop_continues_after_an_error_of_its_first_step_or_later(cpus)
 
 def test_an_aborted_collective_is_reported_before_the_next_one():
     """The program observes its own errors, since no collective runs in its process any more."""
-    ended = subprocess.run(
-        [sys.executable, str(_HERE / "aborted_program.py")],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = run_python(_HERE / "aborted_program.py", limit_seconds=_LIMIT_SECONDS)
     errors = json.loads(ended.stdout.splitlines()[-1])
     cause = errors.pop("cause")
     assert cause.startswith("InvalidArgumentError: ") and "Shape mismatch in the collective instance" in cause

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist import strategy_hooks
-from tfdist.keras_internals.callback_files import SharedPaths
+from tfdist.keras_internals.saved_files import SharedPaths
 from tfdist.patches import replacements
 from tfdist.strategies import shared_paths
 from tfdist.strategies.replicated_hooks import HOOKS

@@ -3,11 +3,9 @@
 import json
 import math
 import socket
-import subprocess
-import sys
 
 import pytest
-from child_environment import child_environment
+from child_environment import run_python
 
 from tfdist.utils.cores_and_ports import ReservedPorts
 
@@ -157,15 +155,8 @@ def attempts():
         tried["taken port"] = (tf_config([taken, ABSENT]), {"start_timeout_seconds": 3}, None)
         tried["no cluster"] = (None, {}, None)
         tried["late"] = (ALONE, {}, None)
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps(list(tried.values())).replace(OWN, own).replace(ABSENT, absent)],
-            env=child_environment(),
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_SECONDS,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        wanted = json.dumps(list(tried.values())).replace(OWN, own).replace(ABSENT, absent)
+        done = run_python("-c", PROGRAM, wanted, limit_seconds=_LIMIT_SECONDS)
     return taken, dict(zip(tried, json.loads(done.stdout.replace(absent, ABSENT)), strict=True))
 
 

@@ -15,7 +15,7 @@ from launched_runs import launch_once
 from written_plans import plan, write_plans
 
 from tfdist import strategies
-from tfdist.keras_internals.auto_jit_compile import jit_compiles, jit_compiles_on_workers
+from tfdist.keras_internals.compiled_calls import jit_compiles, jit_compiles_on_workers
 from tfdist.planning.plans import PlanFile, Processes, best_plan
 from tfdist.strategies import (
     DiLoCo,

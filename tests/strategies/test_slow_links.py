@@ -1,12 +1,10 @@
 """Links that a transfer keeps busy for more than 10 s do not end a training."""
 
 import json
-import subprocess
-import sys
 
 import network_namespaces
 import pytest
-from child_environment import ROOT, child_environment
+from child_environment import ROOT, run_python
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 
@@ -19,10 +17,8 @@ def runs(tmp_path_factory):
     if reason := network_namespaces.why_not():
         pytest.skip(reason)
     output = tmp_path_factory.mktemp("links") / "slow_links.json"
-    command = [sys.executable, str(ROOT / "benchmarks/slow_links.py"), "--seconds", "40", "--rates", "10"]
-    subprocess.run(
-        [*command, "--cases", *_CASES, "--output", str(output)], env=child_environment(), timeout=1200, check=True
-    )
+    command = [ROOT / "benchmarks/slow_links.py", "--seconds", "40", "--rates", "10"]
+    run_python(*command, "--cases", *_CASES, "--output", output, limit_seconds=1200)
     return {run["case"]: run for run in json.loads(output.read_text())["runs"]}
 
 

@@ -9,8 +9,8 @@ import unequal_programs
 from launched_runs import launch_once
 from one_process import in_one_process
 
-from tfdist.strategies import worker_devices
-from tfdist.strategies.worker_devices import described
+from tfdist.strategies import worker_start
+from tfdist.strategies.worker_start import described
 
 pytestmark = pytest.mark.usefixtures("cpus")
 _SCRIPT = Path(__file__).with_name("on_workers_unequal.py")
@@ -83,8 +83,8 @@ def assert_close(ours, theirs):
 
 def test_devices_of_different_types_are_refused_by_all_workers(monkeypatch):
     others = [described("GPU", 2)]
-    monkeypatch.setattr(worker_devices.key_values, "exchange", lambda name, own, rank, size: [own, *others])
+    monkeypatch.setattr(worker_start.key_values, "exchange", lambda name, own, rank, size: [own, *others])
     with pytest.raises(ValueError, match=r"devices of one type. Received: worker 0: 1 CPU, worker 1: 2 GPU"):
-        worker_devices.devices_of_workers("CPU", 1, 0, 2, "devices", use_nccl=False)
+        worker_start.devices_of_workers("CPU", 1, 0, 2, "devices", use_nccl=False)
     others = [described("CPU", 2)]
-    assert worker_devices.devices_of_workers("CPU", 1, 0, 2, "devices", use_nccl=False) == (1, 2)
+    assert worker_start.devices_of_workers("CPU", 1, 0, 2, "devices", use_nccl=False) == (1, 2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import jit_compiles
+from tfdist.keras_internals.compiled_calls import jit_compiles
 from tfdist.strategies import MirroredStrategy
 
 

@@ -57,19 +57,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "launch/cli launch/engines launch/function_call launch/notebook".split()
     ),  # launch/__init__.py and __main__.py
     "launch/cli": frozenset(
-        "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
+        "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart "
         "launch/run_spec planning probe utils".split()
     ),
     "launch/notebook": frozenset("launch/cli launch/function_call launch/run_spec planning utils".split()),
     "launch/engines": frozenset("cluster launch/function_call launch/run_spec utils".split()),
     "launch/function_call": frozenset("cluster launch/cli launch/restart utils".split()),
-    "launch/rendezvous": frozenset(
-        "cluster launch/processes launch/restart launch/process_roles launch/run_spec transport utils".split()
-    ),
-    "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/run_spec utils".split()),
-    "launch/restart": frozenset("cluster launch/process_roles launch/run_spec utils".split()),
-    "launch/process_roles": frozenset({"cluster", "utils"}),
-    "launch/run_spec": frozenset({"launch/process_roles", "utils"}),
+    "launch/rendezvous": frozenset("cluster launch/processes launch/restart launch/run_spec transport utils".split()),
+    "launch/processes": frozenset("cluster launch/restart launch/run_spec utils".split()),
+    "launch/restart": frozenset("cluster launch/run_spec utils".split()),
+    "launch/run_spec": frozenset({"cluster", "utils"}),
     "doctor": frozenset({"cluster", "planning", "transport", "utils", "versions"}),
     "planning": frozenset({"utils"}),
     "probe": frozenset(
@@ -277,13 +274,13 @@ def shown_arrows() -> dict[str, str]:
         "internals": "`tfdist/keras_internals/`, `tfdist/tensorflow_internals/`",
     }
     titles |= {room: f"`{room.removeprefix('launch/')}/`" for room in parts if room != "launch"}
+    titles["launch/notebook"] = "`notebook.py`"
     left_out = {
         "tfdist",
         *_EVERYWHERE,
         "versions",
         "examples",
         "benchmarks",
-        "launch/process_roles",
         "launch/run_spec",
     }
     return {

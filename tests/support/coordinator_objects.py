@@ -5,6 +5,8 @@ Run as a program: TensorFlow connects a process to one cluster only, until it en
 
 import os
 import sys
+from dataclasses import replace
+from functools import partial
 
 import tensorflow as tf
 
@@ -29,8 +31,10 @@ def main() -> None:
         "Worker()": coordinator._cluster.workers[0],
     }
     kinds = [kind for kind in instance_kinds() if kind.make is None]
-    found = [kind.with_instance(objects.pop(kind.path.rpartition(".")[2].rpartition(":")[2])) for kind in kinds]
-    sys.stdout.write(f"{check_attributes(found)} attributes, {len(objects)} unused objects of {len(servers)} servers\n")
+    names = [kind.path.rpartition(".")[2].rpartition(":")[2] for kind in kinds]
+    found = [replace(kind, make=partial(objects.pop, name)) for kind, name in zip(kinds, names, strict=True)]
+    checked = check_attributes(found)
+    sys.stdout.write(f"{checked} attributes, {len(objects)} unused objects of {len(servers)} servers\n")
     sys.stdout.flush()
     os._exit(0)  # without waiting for the servers
 

@@ -1,10 +1,8 @@
-"""Runs a script of `examples/` under `tfdist run` or with Python."""
+"""Runs a script of `examples/` under `tfdist run`."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from child_environment import ROOT, child_environment
+from child_environment import ROOT, run_python
 
 LIMIT_SECONDS = 900
 
@@ -19,19 +17,5 @@ def run_example(script: str, *arguments: str, options: tuple[str, ...] = ("--wor
         cwd: working directory.
     """
     launcher = ["-m", "tfdist.launch", "run", *options]
-    return run_python(*launcher, str(ROOT / "examples" / script), *arguments, cwd=cwd).stdout
-
-
-def run_python(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """Runs `python *arguments`; the exit code must be 0."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    script_path = ROOT / "examples" / script
+    return run_python(*launcher, script_path, *arguments, cwd=cwd, limit_seconds=LIMIT_SECONDS).stdout

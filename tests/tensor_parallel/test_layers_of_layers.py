@@ -11,9 +11,9 @@ from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.functional_graph import graph_of
-from tfdist.keras_internals.inner_calls import inner_calls
 from tfdist.strategies import auto_layout
 from tfdist.tensor_parallel.composite_layers import combined_results
+from tfdist.tensor_parallel.inner_calls import inner_calls
 from tfdist.utils.formatting import format_bytes
 
 layers, ops = keras.layers, keras.ops
@@ -221,4 +221,4 @@ def test_inner_calls_of_a_layer() -> None:
     layer = mixing.operation
     assert found.only_call_of(layer.twice) is None
     up = found.only_call_of(layer.up)
-    assert up is not None and combined_results(found, layer.up, lambda one: False) is None
+    assert up is not None and combined_results(found, layer.up) is None

@@ -10,8 +10,7 @@ from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.tensor_parallel.shard_layout import ShardLayout
-from tfdist.tensor_parallel.split_variable import SplitVariable
+from tfdist.tensor_parallel.split_variable import ShardLayout, SplitVariable
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

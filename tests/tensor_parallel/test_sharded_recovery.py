@@ -16,7 +16,7 @@ from test_callbacks_in_stages import Interruption, train
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.recovery import worker_calls, worker_copies, worker_tensors
+from tfdist.recovery import variable_copies, worker_calls, worker_tensors
 from tfdist.tensor_parallel.split_variable import SplitVariable
 
 Folder = Path
@@ -26,11 +26,11 @@ Folder = Path
 def tasks(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device seems to be another task, and this process one without variables."""
     own = worker_calls.host_of(worker_calls.own_task())
-    for module in (worker_copies, worker_tensors):
+    for module in (variable_copies, worker_tensors):
         monkeypatch.setattr(module, "task_of", lambda device: f"/job:worker/replica:0/task:{device[-1]}")
-    for module in (worker_copies, worker_tensors, worker_calls):
+    for module in (variable_copies, worker_tensors, worker_calls):
         monkeypatch.setattr(module, "host_of", lambda device: own)
-    monkeypatch.setattr(worker_copies, "own_task", lambda: "/job:chief/replica:0/task:0")
+    monkeypatch.setattr(variable_copies, "own_task", lambda: "/job:chief/replica:0/task:0")
 
 
 def made(strategy: Any) -> keras.Model:

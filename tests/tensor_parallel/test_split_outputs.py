@@ -11,7 +11,7 @@ import tensorflow as tf
 from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
-from tfdist.keras_internals.compiled_outputs import crossentropy_options
+from tfdist.keras_internals.compiled_loss import crossentropy_options
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper, get_mask
 from tfdist.pipeline.column_run import CopyRun
 from tfdist.pipeline.device_program import DeviceProgram

@@ -12,8 +12,7 @@ import tensorflow as tf
 from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
-from tfdist.keras_internals.created_parts import NewValue
-from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.keras_internals.placed_variables import NewValue, held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 from tfdist.tensor_parallel.split_variable import SplitVariable
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.symbolic_build import build_for_training
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals.distributed_datasets import skip_steps
+from tfdist.tensorflow_internals.input_pipeline import skip_steps
 from tfdist.tensorflow_internals.rows_per_replica import (
     RowsPerReplica,
     batch_spec,

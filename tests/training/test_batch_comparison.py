@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.training import batch_comparison, shown_batches
+from tfdist.training import batch_comparison
 from tfdist.training.batch_comparison import BatchComparison, DifferentBatchesError, compare, fingerprint, same
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -208,12 +208,12 @@ def test_which_data_is_compared(policy, is_common):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
     data = pairs(np.arange(40), np.arange(40)).with_options(options)
-    assert shown_batches.draws_common_batches(data) == is_common
-    assert not shown_batches.draws_common_batches(data.shard(2, 0))
+    assert batch_comparison.draws_common_batches(data) == is_common
+    assert not batch_comparison.draws_common_batches(data.shard(2, 0))
 
 
 def test_files_are_not_compared():
-    assert not shown_batches.draws_common_batches(tf.data.TextLineDataset(["one"]).batch(2))
+    assert not batch_comparison.draws_common_batches(tf.data.TextLineDataset(["one"]).batch(2))
 
 
 def noisy(x, y):
@@ -233,7 +233,7 @@ def test_what_threads_draw_in_any_order_is_left_out(function):
     data = pairs(np.arange(40), np.arange(40))
     in_turn, parallel = data.map(function), data.map(function, num_parallel_calls=2)
     after = parallel.map(lambda x, y: {"sum": x + tf.cast(y, tf.float32), "y": (y, y)}).prefetch(1)
-    names = [[name for name, _ in shown_batches.common_inputs(each)] for each in (in_turn, parallel, after)]
+    names = [[name for name, _ in batch_comparison.common_inputs(each)] for each in (in_turn, parallel, after)]
     assert names == [["x", "y"], ["y"], ["y/0", "y/1"]]
 
 
@@ -272,15 +272,15 @@ def test_elements_without_values_are_left_out():
     windows = tf.data.Dataset.range(6).window(2).batch(2)
     nothing = tf.data.Dataset.range(6).map(lambda x: (x, None)).batch(2)
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).batch(2)
-    assert [[name for name, _ in shown_batches.common_inputs(data)] for data in (windows, nothing, ragged)] == [
+    assert [[name for name, _ in batch_comparison.common_inputs(data)] for data in (windows, nothing, ragged)] == [
         [],
         ["x"],
         ["x", "x"],
     ]
     shown = []
     for data in (nothing, ragged):
-        numbers = [number for _, number in shown_batches.common_inputs(data)]
-        drawn = list(shown_batches.shown_batches(data, numbers, lambda *each: shown.append(each)))
+        numbers = [number for _, number in batch_comparison.common_inputs(data)]
+        drawn = list(batch_comparison.shown_batches(data, numbers, lambda *each: shown.append(each)))
         assert len(drawn) == len(list(data))
     assert [each[1] for each in shown] == [0, 0]
 

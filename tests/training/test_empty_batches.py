@@ -10,7 +10,7 @@ from testing.same_training import assert_same_training
 
 from tfdist.keras_internals.model_introspection import accepts_zeros, predicting_model
 from tfdist.strategies import MirroredStrategy
-from tfdist.training.empty_batches import filled_if_empty, first_rows
+from tfdist.training.replica_step import filled_if_empty, first_rows
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

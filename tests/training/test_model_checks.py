@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.strategies import MultiWorkerMirroredStrategy, worker_start
 from tfdist.tensorflow_internals import xla_functions
-from tfdist.training import model_checks
+from tfdist.training import replica_step
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -18,7 +18,7 @@ def other_cpus(monkeypatch):
     """Workers 1 and 3 have other CPUs than worker 0."""
     monkeypatch.setattr(xla_functions, "_other_cpus", ())
     xla_functions.leave_xla_to_users([1, 3])
-    model_checks._warn_of_other_cpus.cache_clear()
+    replica_step._warn_of_other_cpus.cache_clear()
 
 
 def train(strategy, jit_compile):
@@ -73,5 +73,5 @@ def test_workers_compare_their_cpus_with_the_chief(monkeypatch):
 
     monkeypatch.setattr(worker_start.key_values, "exchange", exchange)
     worker_start.compare_cpus(0, 4, "cpus")
-    assert sent == [str(xla_functions.cpu_instructions())]
+    assert sent == [str(worker_start.cpu_instructions())]
     assert xla_functions.workers_with_other_cpus() == (1, 3)

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals.distributed_datasets import distribute_shown_batches
-from tfdist.training.shown_batches import shown_batches
+from tfdist.tensorflow_internals.input_pipeline import distribute_shown_batches
+from tfdist.training.batch_comparison import shown_batches
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -11,11 +11,10 @@ import time
 
 import pytest
 
-from tfdist.transport import listener as listeners
+from tfdist.transport import nonblocking_connection as listeners
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
 from tfdist.transport.handshake import ClientHandshake, Credentials, Hello
-from tfdist.transport.listener import Listener
-from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
+from tfdist.transport.nonblocking_connection import Listener, NonblockingConnection, dial
 from tfdist.transport.transport_errors import TokenRejectedError
 
 OURS = Credentials("tfdist test", 1, "0123456789abcdef", same_version=True)

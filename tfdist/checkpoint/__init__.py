@@ -40,7 +40,7 @@ from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import CheckpointError, OtherFormatError
 from tfdist.checkpoint.shard import Shard
-from tfdist.checkpoint.worker_files import WorkerFiles
+from tfdist.checkpoint.sharded_save import WorkerFiles
 
 __all__ = [
     "BackgroundWriter",

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, file_errors
-from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, Manifest, rank_file
+from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, Manifest, is_worker_file, rank_file
 from tfdist.checkpoint.shard import Json, Shard, read_shard
-from tfdist.checkpoint.worker_files import is_worker_file
 from tfdist.utils.atomic_files import REMOVED_PREFIX
 
 CHECKPOINT_PREFIX, UNFINISHED_PREFIX = "ckpt-", ".unfinished-"

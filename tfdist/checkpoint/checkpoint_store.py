@@ -16,8 +16,7 @@ from tfdist.checkpoint.checkpoint import (
 )
 from tfdist.checkpoint.errors import CorruptCheckpointError, explained
 from tfdist.checkpoint.shard import Json, Shard
-from tfdist.checkpoint.sharded_save import EARLIER_INTACT, ShardedSave
-from tfdist.checkpoint.worker_files import WorkerFiles
+from tfdist.checkpoint.sharded_save import EARLIER_INTACT, ShardedSave, WorkerFiles
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import check_seconds, check_whole_number
 

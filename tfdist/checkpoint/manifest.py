@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ FORMAT = 3
 FORMAT_WITH_WORKER_FILES = 4  # earlier versions of tfdist would take such a checkpoint for a corrupt one
 MANIFEST_FILE = "manifest.json"
 SHARED_FILE = "shared.safetensors"
+# TensorFlow's names of the two files of a bundle of tensors, here that of a task.
+_WORKER_FILE = re.compile(r"[A-Za-z0-9_]+-\d+\.(index|data-\d{5}-of-\d{5})")
 
 
 def rank_file(rank: int) -> str:
@@ -27,17 +30,21 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
+def is_worker_file(name: str) -> bool:
+    """Whether a file of a checkpoint has the name of one that a worker writes.
+
+    >>> is_worker_file("worker-3.data-00000-of-00001"), is_worker_file("rank-3.safetensors")
+    (True, False)
+    """
+    return _WORKER_FILE.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of a file.
-
-    Attributes:
-        size_bytes: The size.
-        xxh3_128: The XXH3 checksum of the content as 32 hexadecimal digits, as `xxhsum -H2` computes it.
-    """
+    """Size and checksum of a file."""
 
     size_bytes: int
-    xxh3_128: str
+    xxh3_128: str  # the XXH3 checksum of the content as 32 hexadecimal digits, as `xxhsum -H2` computes it
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
@@ -70,14 +77,6 @@ class Manifest:
     The names "format" and "checksum" and the computation of the checksum are the same in all formats, so that another
     format is distinguished from a damaged file.
 
-    Attributes:
-        sequence: The checkpoint's sequence number.
-        attempt: Which start of the program wrote it.
-        num_ranks: The number of ranks, each of which has a file.
-        saved_at: When it was saved, in seconds since 1970.
-        files: The records of `shared.safetensors`, of each rank's file and of the files of workers.
-        metadata: JSON of the writer, readable without reading tensors.
-
     >>> files = {name: FileRecord(0, "") for name in (SHARED_FILE, rank_file(0))}
     >>> manifest = Manifest(7, "a", 1, 0.0, files, {"step": 700})
     >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
@@ -87,12 +86,13 @@ class Manifest:
     tfdist.checkpoint.errors.CorruptCheckpointError: manifest.json is not what was written: its checksum differs
     """
 
+    # In the order of the file.
     sequence: int
-    attempt: str
-    num_ranks: int
-    saved_at: float
-    files: Mapping[str, FileRecord]
-    metadata: Json
+    attempt: str  # which start of the program wrote it
+    num_ranks: int  # each rank has a file
+    saved_at: float  # in seconds since 1970
+    files: Mapping[str, FileRecord]  # `shared.safetensors`, each rank's file, and the files of workers
+    metadata: Json  # of the writer, readable without reading tensors
 
     @property
     def has_worker_files(self) -> bool:
@@ -101,18 +101,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file."""
-        files = {name: asdict(record) for name, record in self.files.items()}
-        return _with_checksum(
-            {
-                "format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT,
-                "sequence": self.sequence,
-                "attempt": self.attempt,
-                "num_ranks": self.num_ranks,
-                "saved_at": self.saved_at,
-                "files": files,
-                "metadata": self.metadata,
-            }
-        )
+        return _with_checksum({"format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":

@@ -54,17 +54,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class EncodedShard:
-    """The content of a safetensors file.
+    """The content of a safetensors file."""
 
-    Attributes:
-        header: The size of what follows of it, then names, dtypes, shapes and positions of the tensors, and the
-            metadata, as JSON.
-        tensors: C-contiguous arrays in the order of the file, which follow the header without gaps. They share the
-            shard's memory.
-    """
-
-    header: bytes
-    tensors: tuple[_Array, ...]
+    header: bytes  # its own size, then names, dtypes, shapes and positions of the tensors, and the metadata, as JSON
+    tensors: tuple[_Array, ...]  # C-contiguous, in the order of the file, without gaps; they share the shard's memory
 
     @property
     def size_bytes(self) -> int:

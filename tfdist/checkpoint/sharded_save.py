@@ -1,6 +1,7 @@
 """One save: every rank writes its files to an unfinished directory, rank 0 commits by renaming it.
 
-The other ranks report their files to rank 0 by receipts: small files in that directory, which all ranks share.
+The other ranks report their files to rank 0 by receipts: small files in that directory, which all ranks share. Rank 0
+also records the files that other processes write for it: the workers whose devices hold the stages of a model.
 """
 
 import contextlib
@@ -11,15 +12,15 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from tfdist.checkpoint.checkpoint import UNFINISHED_PREFIX, Checkpoint, directory_name
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
-from tfdist.checkpoint.worker_files import WorkerFiles, record_worker_files
 from tfdist.utils import atomic_files
 
 EARLIER_INTACT = "Earlier checkpoints are intact."
@@ -30,16 +31,34 @@ _MAX_SEQUENCE = 10**10 - 1
 _RESERVE_BYTES = 256 * 1024
 _MIN_PAUSE_SECONDS = 0.001
 _MAX_PAUSE_SECONDS = 0.05
+# Network file systems show the files of other hosts late, after some seconds at most.
+_VISIBLE_WITHIN_SECONDS = 30.0
 # How long a program that has failed waits at exit for ranks that failed with the same error.
 _TIMEOUT_AT_EXIT_SECONDS = 60.0
 
 
-class ShardedSave:
-    """One rank's part of a save.
+class WorkerFiles(Protocol):
+    """What the workers write into one checkpoint."""
 
-    Raises:
-        ValueError: If one of them is invalid.
-    """
+    @property
+    def size_bytes(self) -> int:
+        """The size of their tensors."""
+        ...
+
+    def write(self, directory: Path) -> Mapping[str, int | None]:
+        """Makes the workers write their files into a directory, given by an absolute path.
+
+        Returns:
+            The size of each file by its name, or None if it is not known here.
+
+        Raises:
+            CheckpointError: If a worker cannot write its file.
+        """
+        ...
+
+
+class ShardedSave:
+    """One rank's part of a save."""
 
     def __init__(self, directory: Path, sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
         _check_arguments(sequence, attempt, rank, num_ranks)
@@ -83,7 +102,10 @@ class ShardedSave:
             worker_bytes = 0 if worker_files is None else worker_files.size_bytes
             self._check_space(sum(part.size_bytes for part in parts.values()) + worker_bytes)
             atomic_files.make_directory(self._unfinished)
-            records = {name: self._write(name, part) for name, part in parts.items()}
+            records = {
+                name: FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
+                for name, part in parts.items()
+            }
             if worker_files is not None:
                 records |= record_worker_files(self._unfinished, worker_files.write(self._unfinished.absolute()))
             if self._rank != 0:
@@ -148,9 +170,6 @@ class ShardedSave:
                 "there (tfdist checkpoints DIR --prune KEEP), keep fewer, or save to another disk. "
                 f"{EARLIER_INTACT}"
             )
-
-    def _write(self, name: str, part: EncodedShard) -> FileRecord:
-        return FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
 
     def _commit(self, manifest: Manifest) -> Checkpoint:
         with open(self._unfinished / MANIFEST_FILE, "xb") as file:  # the renaming below is what must be atomic
@@ -250,3 +269,45 @@ def _timeout_message(ranks: list[int], timeout_seconds: float, directory: Path) 
         "sequence number in the same attempt; if they do and are slow, raise peer_timeout_seconds of "
         "FailureRecovery."
     )
+
+
+def record_worker_files(directory: Path, sizes: Mapping[str, int | None]) -> dict[str, FileRecord]:
+    """Returns the records of files that workers have written, when they are complete as this process sees them.
+
+    They are read once, in small pieces, and flushed to the disk: TensorFlow does not flush what it writes.
+
+    Raises:
+        CheckpointError: If this process does not see a file, or another size.
+        OSError: If a file cannot be read or flushed.
+    """
+    _wait_until_visible(directory, sizes)
+    records = {}
+    for name in sizes:
+        atomic_files.flush(directory / name)
+        records[name] = FileRecord.of(directory / name)
+    return records
+
+
+def _wait_until_visible(directory: Path, sizes: Mapping[str, int | None]) -> None:
+    end = time.monotonic() + _VISIBLE_WITHIN_SECONDS
+    while True:
+        # Lists the directory instead of looking each file up: network file systems cache that a file is missing.
+        present = set(os.listdir(directory))
+        missing = [name for name, size in sizes.items() if name not in present or not _has(directory / name, size)]
+        if not missing:
+            return
+        if time.monotonic() > end:
+            visible_file = (
+                f"{missing[0]} of {(directory / missing[0]).stat().st_size} bytes" if missing[0] in present else ""
+            )
+            raise CheckpointError(
+                "This process does not see what a worker has written into a checkpoint. Received: "
+                f"{visible_file or f'no {missing[0]}'} in {str(directory)!r} after {_VISIBLE_WITHIN_SECONDS:g} s. "
+                f"Expected: {sizes[missing[0]] or 'some'} bytes, on a file system that all workers share. Mount one on "
+                "all hosts, and pass its path to FailureRecovery. Earlier checkpoints are intact."
+            )
+        time.sleep(_MAX_PAUSE_SECONDS)
+
+
+def _has(path: Path, size: int | None) -> bool:
+    return size is None or path.stat().st_size == size

@@ -17,6 +17,7 @@ datagram is a JSON object with any of these keys:
 """
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -178,17 +179,14 @@ class Heartbeat:
         self._stopped.set()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(timeout=1.0)
-            self._restore_hooks()
+            if sys.excepthook == self._report_uncaught:
+                sys.excepthook = self._hook
+            atexit.unregister(self.close)
+            if Heartbeat._active is self:
+                Heartbeat._active = None
             if process_exits:
                 self._send(alive=False)
         self._socket.close()
-
-    def _restore_hooks(self) -> None:
-        if sys.excepthook == self._report_uncaught:
-            sys.excepthook = self._hook
-        atexit.unregister(self.close)
-        if Heartbeat._active is self:
-            Heartbeat._active = None
 
     def _send_repeatedly(self) -> None:
         while not self._stopped.is_set():
@@ -209,25 +207,20 @@ class Heartbeat:
         if os.getpid() != self._pid:
             return
         with self._sending:
-            self._send_present_state(alive)
-
-    def _send_present_state(self, alive: bool) -> None:
-        message: dict[str, Any] = {"alive": alive}
-        saved, saved_step = self._saved or (None, None)
-        phase, batch = self._phase or (None, None)
-        optional = {
-            "fit": self._fit if self._fit > 1 else None,
-            "step": self._step,
-            "saved": saved,
-            "saved_step": saved_step,
-            "phase": phase,
-            "batch": batch,
-            "error": self._error,
-        }
-        message.update({key: value for key, value in optional.items() if value is not None})
-        if self._ready:
-            message["ready"] = True
-        try:
-            self._socket.send(json.dumps(message).encode(), _FLAGS)
-        except OSError:  # the supervisor has exited or its buffer is full: the next datagram has the same content
-            pass
+            saved, saved_step = self._saved or (None, None)
+            phase, batch = self._phase or (None, None)
+            state: dict[str, Any] = {
+                "alive": alive,
+                "fit": self._fit if self._fit > 1 else None,
+                "step": self._step,
+                "saved": saved,
+                "saved_step": saved_step,
+                "phase": phase,
+                "batch": batch,
+                "error": self._error,
+                "ready": self._ready or None,
+            }
+            message = {key: value for key, value in state.items() if value is not None}
+            # If the supervisor has exited or its buffer is full: the next datagram has the same content.
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps(message).encode(), _FLAGS)

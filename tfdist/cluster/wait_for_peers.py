@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from tfdist.utils.argument_checks import check_seconds
-from tfdist.utils.cores_and_ports import naming_port
+from tfdist.utils.cores_and_ports import host_and_port, listen_on_all_interfaces, naming_port
 
 _PROBE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
@@ -39,8 +39,7 @@ def wait_for_peers(
     check_seconds("timeout_seconds", timeout_seconds)
     if not peers:
         return
-    port = int(own_address.rpartition(":")[2])
-    with _listening(port):
+    with _listening(host_and_port(own_address)[1]):
         missing = dict(peers)
         reasons: dict[str, str] = {}
         began = time.monotonic()
@@ -70,9 +69,8 @@ def check_names(missing: Mapping[str, str]) -> None:
     """Raises an OSError if names of `missing`, from task to `host:port`, do not resolve."""
     unknown: list[str] = []
     for task, address in missing.items():
-        host, _, port = address.rpartition(":")
         try:
-            socket.getaddrinfo(host.strip("[]"), int(port))
+            socket.getaddrinfo(*host_and_port(address))
         except socket.gaierror as error:
             if error.errno == socket.EAI_NONAME:
                 unknown.append(f"{task} at {address}")
@@ -111,25 +109,13 @@ def _listening(port: int) -> Iterator[None]:
 
 def why_unreachable(address: str, timeout_seconds: float) -> str | None:
     """Returns why `address`, a `host:port`, does not accept connections, or None if it does."""
-    host, _, port = address.rpartition(":")
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)
+        connection = socket.create_connection(host_and_port(address), timeout=timeout_seconds)
     except OSError as error:
         return str(error.strerror or error)
     reset_on_close(connection)
     connection.close()
     return None
-
-
-def listen_on_all_interfaces(port: int, *, backlog: int | None = None) -> socket.socket:
-    """Returns a socket that listens where TensorFlow's server will: on all interfaces, IPv6 and IPv4.
-
-    Raises:
-        OSError: If the port is not available.
-    """
-    has_both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=has_both)
 
 
 def reset_on_close(connection: socket.socket) -> None:

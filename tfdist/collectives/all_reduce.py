@@ -3,26 +3,27 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives.buckets import fill_buckets
-from tfdist.collectives.byte_counters import GRADIENTS, OTHER, ByteCounters, CommunicationStats
+from tfdist.collectives.byte_counters import GRADIENTS, OTHER, ByteCounters
 from tfdist.collectives.collective_group import CollectiveGroup
 from tfdist.collectives.compressed_all_reduce import CompressedReduction
 from tfdist.collectives.compression_state import CompressionState
-from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, begin_bucket, end_bucket
-from tfdist.collectives.hierarchy import ReplicaHierarchy
+from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, TimedGroup, begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_indexed_slices
 from tfdist.compression import Group, Policy
-from tfdist.compression.gradient_tensors import flatten, unflatten, with_values, zeros_unless
+from tfdist.compression.gradient_tensors import flatten, unflatten, values_of, with_values, zeros_unless
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 
 TimeWait = Callable[[Sequence[Any]], tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]]]
 
 
+@dataclass(eq=False)
 class ReductionContext:
     """What the local replicas reduce at the moment: gradients or anything else.
 
@@ -31,29 +32,62 @@ class ReductionContext:
     Attributes:
         time_wait: Called with the tensors of a reduction of anything but gradients; returns those to reduce, and a
             function that is called with the sums, and returns those to use.
+        kind: `GRADIENTS` or `OTHER`.
+        contributes: Bool scalar, false if this replica has no samples. It then sends zeros in place of what
+            backpropagation computed (the mean over no samples is NaN). `None` means that it has samples.
+        paths: The unique paths of the variables that the gradients belong to. Without them gradients are not
+            compressed.
     """
 
-    def __init__(self) -> None:
-        self.time_wait: TimeWait | None = None
-        self.kind = OTHER
-        self.contributes: tf.Tensor | None = None
-        self.paths: Sequence[str] | None = None
+    time_wait: TimeWait | None = None
+    kind: str = OTHER
+    contributes: tf.Tensor | None = None
+    paths: Sequence[str] | None = None
 
     @contextmanager
     def of_gradients(self, contributes: tf.Tensor | None = None, paths: Sequence[str] | None = None) -> Iterator[None]:
-        """Marks the reductions in this context as exchanges of gradients.
-
-        Args:
-            contributes: Bool scalar, false if this replica has no samples. It then sends zeros in place of what
-                backpropagation computed (the mean over no samples is NaN). `None` means that it has samples.
-            paths: The unique paths of the variables that the gradients belong to. Without them gradients are not
-                compressed.
-        """
+        """Marks the reductions in this context as exchanges of gradients."""
         self.kind, self.contributes, self.paths = GRADIENTS, contributes, paths
         try:
             yield
-        finally:
+        finally:  # eager replicas enter one after another before the first leaves, so nothing earlier is restored
             self.kind, self.contributes, self.paths = OTHER, None, None
+
+
+@dataclass(frozen=True)
+class ReplicaHierarchy:
+    """The launchers of one replica.
+
+    Attributes:
+        all: The launcher over all replicas.
+        cross: The launcher over the replicas that exchange compressed gradients: all replicas of a process, or the
+            first replica of each worker. `None` on a replica that is not one of them.
+        local: The launcher over the replicas of this worker, if it has several and there are other workers; else
+            `None`.
+        cross_rank: The number of this replica, or of its worker, among the replicas of `cross`.
+    """
+
+    all: ReplicaLauncher
+    cross: ReplicaLauncher | None
+    local: ReplicaLauncher | None
+    cross_rank: int
+
+    def broadcast_locally(self, tensors: Sequence[Any], options: Any) -> list[Any]:
+        """Sends the `tensors` of the worker's first replica to its other replicas, which pass tensors of equal shapes.
+
+        Returns `tensors` unchanged if there is no local level.
+        """
+        if self.local is None:
+            return list(tensors)
+        group = CollectiveGroup(self.local, options=options)
+        is_first = self.cross is not None
+        dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+        contributions = dense if is_first else [tf.zeros_like(tensor) for tensor in dense]
+        received = iter(sum_tensors(contributions, group, 0))
+        return [
+            _broadcast_rows(tensor, group, is_first) if isinstance(tensor, tf.IndexedSlices) else next(received)
+            for tensor in tensors
+        ]
 
 
 class ReplicaReduction:
@@ -62,6 +96,7 @@ class ReplicaReduction:
     Attributes:
         context: What the replica reduces at the moment.
         policy: Chooses how gradients are compressed; `None` if none are.
+        counters: Count what this replica sends, by compression method.
     """
 
     def __init__(
@@ -82,20 +117,8 @@ class ReplicaReduction:
         self._bucket_bytes = bucket_bytes
         self.policy = policy if policy is not None and policy.compresses else None
         self._state = state or CompressionState()
-        self._counters = counters or ByteCounters(hierarchy.all.host)
+        self.counters = counters or ByteCounters(hierarchy.all.host)
         self._timer: ExchangeTimer | None = None
-
-    def communication(self) -> CommunicationStats:
-        """Returns what this replica has sent so far. Call this eagerly."""
-        return self._counters.count()
-
-    def communication_by_method(self) -> dict[str, CommunicationStats]:
-        """Returns the gradients in `communication`, by compression method. Call this eagerly."""
-        return self._counters.by_label()
-
-    def values_by_method(self) -> dict[str, dict[str, int]]:
-        """Returns the number of values of each counted variable, by compression method and variable path."""
-        return self._counters.sizes()
 
     def measure_durations(self, enabled: bool) -> None:
         """Sets whether functions that are traced from now on measure durations, starting from zero."""
@@ -112,7 +135,7 @@ class ReplicaReduction:
         if context.kind != GRADIENTS and context.time_wait is not None:
             tensors, ended = context.time_wait(tensors)
         if context.kind == GRADIENTS:
-            self._counters.add_update()
+            self.counters.add_update()
         if context.kind == GRADIENTS and context.paths is not None and self.policy is not None:
             reduced = self._sum_compressed(self.policy, tensors, context.paths, options)
         else:
@@ -122,13 +145,13 @@ class ReplicaReduction:
             reduced = sum_tensors(tensors, group, self._bucket_bytes, context.contributes)
         if ended is not None:
             reduced = list(ended(reduced))
-        return [_divide(tensor, everyone.size) for tensor in reduced] if mean else reduced
+        return [with_values(tensor, values_of(tensor) / everyone.size) for tensor in reduced] if mean else reduced
 
     def in_background(self, launcher: ReplicaLauncher) -> "ReplicaReduction":
         """Returns a reduction by `launcher`, between workers' first devices, that counts in the same counters."""
         hierarchy = ReplicaHierarchy(launcher, launcher, None, self._hierarchy.cross_rank)
         return ReplicaReduction(
-            hierarchy, ReductionContext(), self._bucket_bytes, self.policy, self._state, self._counters
+            hierarchy, ReductionContext(), self._bucket_bytes, self.policy, self._state, self.counters
         )
 
     @property
@@ -140,49 +163,39 @@ class ReplicaReduction:
         """Returns the tensors of the worker's first device; the others pass tensors of equal shapes."""
         return self._hierarchy.broadcast_locally(tensors, None)
 
-    def count_update(self) -> None:
-        """Counts an update for which nothing is reduced."""
-        self._counters.add_update()
-
     def sum_of_workers(self, tensors: Sequence[tf.Tensor], paths: Sequence[str]) -> list[tf.Tensor]:
         """Sums `tensors` of the workers' first devices, compressed by the policy; all devices of workers get the sums.
 
         They are dense, of the shapes of the variables at `paths`, and equal on all devices of a worker.
         """
-        return self._hierarchy.broadcast_locally(self._summed_between(tensors, paths), None)
-
-    def _summed_between(self, tensors: Sequence[tf.Tensor], paths: Sequence[str]) -> list[Any]:
-        cross = self._hierarchy.cross
-        if cross is None:
-            return list(tensors)
-        if self.policy is not None:
-            state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
-            group = functools.partial(self._group, cross, options=None)
-            return CompressedReduction(self.policy, state, self._counters, self._bucket_bytes, group)(tensors, paths)
-        everyone = self._group(cross, GRADIENTS, None)
-        self._count_dense(tensors, everyone, paths)
-        return sum_tensors(tensors, everyone, self._bucket_bytes)
+        cross, sums = self._hierarchy.cross, list(tensors)
+        if cross is not None and self.policy is not None:
+            sums = self._sum_by_policy(cross, self.policy, tensors, paths)
+        elif cross is not None:
+            everyone = self._group(cross, GRADIENTS, None)
+            self._count_dense(tensors, everyone, paths)
+            sums = sum_tensors(tensors, everyone, self._bucket_bytes)
+        return self._hierarchy.broadcast_locally(sums, None)
 
     def share_of_worker(self, samples: tf.Tensor) -> tf.Tensor:
         """Returns this worker's share of the samples of all workers, or equal shares if nobody has any.
 
         `samples` is a float32 scalar that is equal on all devices of a worker.
         """
-        cross = self._hierarchy.cross
-        if cross is None:
-            return self._hierarchy.broadcast_locally([samples], None)[0]
-        total = self._group(cross, OTHER, None).sum(samples)
-        share = tf.where(total > 0, tf.math.divide_no_nan(samples, total), 1 / cross.size)
+        cross, share = self._hierarchy.cross, samples
+        if cross is not None:
+            total = self._group(cross, OTHER, None).sum(samples)
+            share = tf.where(total > 0, tf.math.divide_no_nan(samples, total), 1 / cross.size)
         return self._hierarchy.broadcast_locally([share], None)[0]
 
-    def gradient_group(self, tensors: Sequence[Any], options: Any = None) -> Group:
+    def gradient_group(self, tensors: Sequence[Any]) -> Group:
         """Returns all replicas as a group that counts gradients, for one update that exchanges `tensors` itself.
 
         These are in the order of `context.paths`; there are none if `scatter_compressed` exchanges them.
         """
-        group = self._group(self._hierarchy.all, GRADIENTS, options)
+        group = self._group(self._hierarchy.all, GRADIENTS, None)
         if tensors:
-            self._counters.add_update()
+            self.counters.add_update()
             self._count_dense(tensors, group, self.context.paths or ())
         return group
 
@@ -192,7 +205,7 @@ class ReplicaReduction:
         Between workers with several devices whole sums are exchanged, of which parts are taken.
         """
         assert self.policy is not None
-        self._counters.add_update()
+        self.counters.add_update()
         paths, cross = self.context.paths or (), self._hierarchy.cross
         # Not `local is None`: a worker with one device has no local level, but exchanges with first devices of others.
         is_flat = cross is not None and cross.size == self._hierarchy.all.size
@@ -218,28 +231,37 @@ class ReplicaReduction:
         if local is not None:
             tensors = sum_tensors(tensors, CollectiveGroup(local, options=options), self._bucket_bytes)
         if cross is not None:
-            state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
-            reduction = CompressedReduction(
-                policy, state, self._counters, self._bucket_bytes, lambda label: self._group(cross, label, options)
-            )
-            tensors = reduction(tensors, paths, parts)
+            tensors = self._sum_by_policy(cross, policy, tensors, paths, options, parts)
         return self._hierarchy.broadcast_locally(tensors, options)
 
+    def _sum_by_policy(
+        self,
+        cross: ReplicaLauncher,
+        policy: Policy,
+        tensors: Sequence[Any],
+        paths: Sequence[str],
+        options: Any = None,
+        parts: OwnedParts | None = None,
+    ) -> list[Any]:
+        state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
+        group = functools.partial(self._group, cross, options=options)
+        return CompressedReduction(policy, state, self.counters, self._bucket_bytes, group)(tensors, paths, parts)
+
     def _group(self, launcher: ReplicaLauncher, label: str, options: Any) -> Group:
-        group = CollectiveGroup(launcher, self._counters, label, options)
+        group = CollectiveGroup(launcher, self.counters, label, options)
         timer = self._timer if label != OTHER and group.size > 1 else None
-        return group if timer is None else timer.timed(group, label)
+        return group if timer is None else TimedGroup(group, timer, label)
 
     def _count_dense(self, tensors: Sequence[Any], group: Group, paths: Sequence[str]) -> None:
         for tensor, path in zip(tensors, paths, strict=False):
-            self._counters.record_size(GRADIENTS, path, tensor.shape)
+            self.counters.record_size(GRADIENTS, path, tensor.shape)
         slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
         dense = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
         for bucket in fill_buckets(dense, self._bucket_bytes):
-            self._counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket.positions], group)
+            self.counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket], group)
         if slices:
             parts = [part for rows in slices for part in (rows.values, rows.indices)]
-            self._counters.add_dense(GRADIENTS, parts, group.size - 1)
+            self.counters.add_dense(GRADIENTS, parts, group.size - 1)
 
 
 def sum_tensors(
@@ -253,11 +275,11 @@ def sum_tensors(
     dense = [position for position, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     dense_tensors = [tf.convert_to_tensor(tensors[position]) for position in dense]
     for bucket in fill_buckets(dense_tensors, bucket_bytes):
-        members = [dense_tensors[position] for position in bucket.positions]
+        members = [dense_tensors[position] for position in bucket]
         timed, members = begin_bucket(group, members)
         # A condition around the packing costs nothing; a selection value by value is one more pass over the data.
         sums = end_bucket(timed, unflatten(timed.sum(zeros_unless(contributes, flatten(members))), members))
-        for position, tensor in zip(bucket.positions, sums, strict=True):
+        for position, tensor in zip(bucket, sums, strict=True):
             results[dense[position]] = tensor
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
@@ -267,7 +289,10 @@ def sum_tensors(
     return results
 
 
-def _divide(value: Any, size: int) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(value.values / size, value.indices, value.dense_shape)
-    return value / size
+def _broadcast_rows(slices: tf.IndexedSlices, group: CollectiveGroup, is_first: bool) -> tf.IndexedSlices:
+    """Sends the slices of the first replica. Those of other replicas have equal columns, but other numbers of rows."""
+    rows = group.sum(tf.shape(slices.indices) if is_first else tf.zeros([1], tf.int32))
+    columns = tf.shape(slices.values)[1:]
+    indices = slices.indices if is_first else tf.zeros(rows, slices.indices.dtype)
+    values = slices.values if is_first else tf.zeros(tf.concat([rows, columns], axis=0), slices.values.dtype)
+    return tf.IndexedSlices(group.sum(values), group.sum(indices), slices.dense_shape)

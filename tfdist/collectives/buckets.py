@@ -1,7 +1,6 @@
 """Buckets: gradients that are sent together, in the order in which backpropagation computes them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -11,15 +10,10 @@ DEFAULT_BUCKET_BYTES = 4 * 2**20
 _SMALL_BUCKET_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """The positions, in the caller's list, of the tensors of one bucket, which have one dtype."""
-
-    positions: tuple[int, ...]
-
-
-def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int, *, packs_large: bool = False) -> list[Bucket]:
-    """Distributes `tensors` over buckets in reverse order.
+def fill_buckets(
+    tensors: Sequence[tf.Tensor], bucket_bytes: int, *, packs_large: bool = False
+) -> list[tuple[int, ...]]:
+    """Distributes `tensors` over buckets in reverse order; returns the positions of the tensors of each bucket.
 
     Gradients are in the order of the variables, so the last layer's are at the end; backpropagation computes them
     first. Filled from the end, the first bucket is complete, and can be sent, while the gradients of the first layers
@@ -28,17 +22,12 @@ def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int, *, packs_large
     if that is less, has a separate bucket, and so has one whose shape is unknown when the function is traced. Tensors
     of different dtypes fill separate buckets.
 
-    Args:
-        tensors: Dense tensors of any shape and dtype.
-        bucket_bytes: Size from which a bucket is closed, in bytes; 0 puts all tensors of a dtype into one bucket.
-        packs_large: Whether tensors of 1 MiB, too, share buckets with their neighbours.
-
-    Returns:
-        The buckets in the order in which their last gradients are computed.
+    `bucket_bytes` of 0 put all tensors of a dtype into one bucket. With `packs_large`, tensors of 1 MiB, too, share
+    buckets with their neighbours. The result has the order in which the buckets' last gradients are computed.
 
     >>> import tensorflow as tf
     >>> gradients = [tf.zeros([2]), tf.zeros([4]), tf.zeros([1]), tf.zeros([1], tf.float16), tf.zeros([1])]
-    >>> [bucket.positions for bucket in fill_buckets(gradients, bucket_bytes=16)]
+    >>> fill_buckets(gradients, bucket_bytes=16)
     [(3,), (1,), (4, 2, 0)]
     """
     small_bytes = min(bucket_bytes, _SMALL_BUCKET_BYTES)
@@ -59,4 +48,4 @@ def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int, *, packs_large
         else:
             open_buckets[tensor.dtype] = (positions, filled_bytes)
     closed += [tuple(positions) for positions, _ in open_buckets.values()]
-    return [Bucket(positions) for positions in sorted(closed, key=min, reverse=True)]
+    return sorted(closed, key=min, reverse=True)

@@ -136,7 +136,6 @@ class ByteCounters:
         self._add(label, 0, 0, 0, _scaled(sum(_bytes_of(tensor) for tensor in tensors), copies))
 
     def add_update(self) -> None:
-        """Counts one optimizer update."""
         self._add(_UPDATES, 1, 0, 0, 0)
 
     def record_size(self, label: str, path: str, shape: tf.TensorShape) -> None:

@@ -1,7 +1,6 @@
 """The compressed reduction of one replica: chooses compressors, fills buckets, reduces, updates compression states."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -12,26 +11,12 @@ from tfdist.collectives.compression_state import ReplicaState
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
 from tfdist.compression import Compressor, Dense, Group, Policy
-from tfdist.compression.compressor import Reduced, State, Wrapper
+from tfdist.compression.compressor import Reduced, State
 from tfdist.compression.gradient_tensors import with_values
 from tfdist.compression.owned_parts import OwnedParts
+from tfdist.compression.wrappers import Wrapper
 
 ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
-
-
-@dataclass(frozen=True)
-class _Write:
-    """A new value of a variable, or of the rows `rows` of it."""
-
-    variable: tf.Variable
-    value: tf.Tensor
-    rows: tf.Tensor | None = None
-
-    def apply(self) -> None:
-        if self.rows is None:
-            self.variable.assign(self.value)
-        else:
-            self.variable.scatter_update(tf.IndexedSlices(self.value, self.rows))
 
 
 class CompressedReduction:
@@ -51,7 +36,7 @@ class CompressedReduction:
         self._counters = counters
         self._bucket_bytes = bucket_bytes
         self._group = group
-        self._writes: list[_Write] = []
+        self._writes: list[tuple[tf.Variable, tf.Tensor, tf.Tensor | None]] = []  # new values, and of which rows
         self._finite: list[tf.Tensor] = []
 
     def __call__(self, gradients: Sequence[Any], paths: Sequence[str], parts: OwnedParts | None = None) -> list[Any]:
@@ -74,7 +59,7 @@ class CompressedReduction:
                     compressor, _ = self._policy.resolve(paths[position], gradient.shape)
                 by_compressor.setdefault(compressor, []).append(position)
         buckets = [
-            (compressor, [positions[index] for index in bucket.positions])
+            (compressor, [positions[index] for index in bucket])
             for compressor, positions in by_compressor.items()
             for bucket in fill_buckets(
                 [gradients[position] for position in positions],
@@ -87,10 +72,8 @@ class CompressedReduction:
             members = [gradients[position] for position in positions]
             group, members = begin_bucket(self._group(method_label(compressor)), members)
             parts_of_bucket = None if parts is None else parts.of(positions)
-            sums = self._reduce(
-                compressor, members, [paths[position] for position in positions], group, parts_of_bucket
-            )
-            sums = end_bucket(group, sums)
+            member_paths = [paths[position] for position in positions]
+            sums = end_bucket(group, self._reduce(compressor, members, member_paths, group, parts_of_bucket))
             for position, summed in zip(positions, sums, strict=True):
                 results[position] = summed
         for position, gradient in enumerate(gradients):
@@ -112,7 +95,10 @@ class CompressedReduction:
         group: Group,
         parts: OwnedParts | None,
     ) -> list[tf.Tensor]:
-        self._count_dense(compressor, gradients, paths, group)
+        label = method_label(compressor)
+        self._counters.add_dense_sum(label, gradients, group)
+        for gradient, path in zip(gradients, paths, strict=True):
+            self._counters.record_size(label, path, gradient.shape)
         if compressor == Dense():
             none: list[State | None] = [None] * len(gradients)
             reduced = _sums_of_parts(compressor, gradients, group, none, parts)
@@ -126,7 +112,7 @@ class CompressedReduction:
         as_float = [tf.cast(gradient, tf.float32) for gradient in gradients]
         reduced = _sums_of_parts(compressor, as_float, group, states, parts)
         for entries, new_state in zip(variables, reduced.states, strict=True):
-            self._writes += [_Write(entries[name], value) for name, value in new_state.items()] if entries else []
+            self._writes += [(entries[name], value, None) for name, value in new_state.items()] if entries else []
         self._finite.append(reduced.finite)
         return [tf.cast(summed, gradient.dtype) for summed, gradient in zip(reduced.sums, gradients, strict=True)]
 
@@ -134,38 +120,32 @@ class CompressedReduction:
         static = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
         shape: list[int] | None = None if static is None else static.tolist()
         compressor, has_state = (Dense(), False) if shape is None else self._policy.resolve(path, shape)
-        if shape is None or not has_state or not compressor.encodes_rows:
-            group, (values,) = begin_bucket(self._group(method_label(Dense())), [slices.values])
-            self._count_dense_rows(Dense(), slices, path, group)
+        if not has_state or not compressor.encodes_rows:
+            compressor = Dense()
+        label = method_label(compressor)
+        group, (values,) = begin_bucket(self._group(label), [slices.values])
+        self._counters.record_size(label, path, slices.shape)
+        self._counters.add_dense(label, [slices.values, slices.indices], group.size - 1)
+        if shape is None or compressor == Dense():
             summed = sum_indexed_slices(with_values(slices, values), group)
             summed = with_values(summed, *end_bucket(group, [summed.values]))
             self._finite.append(tf.reduce_all(tf.math.is_finite(summed.values)))
             return summed
-        group, (values,) = begin_bucket(self._group(method_label(compressor)), [slices.values])
-        self._count_dense_rows(compressor, slices, path, group)
         entries = self._state.of(path, compressor, shape)
         as_float = with_values(slices, tf.cast(values, tf.float32))
         summed, new_state, rows, finite = sum_encoded_slices(as_float, compressor, group, _read(entries))
         summed = with_values(summed, *end_bucket(group, [summed.values]))
         for name, value in new_state.items():
-            self._writes.append(_Write(entries[name], value, rows if value.shape.rank else None))
+            self._writes.append((entries[name], value, rows if value.shape.rank else None))
         self._finite.append(finite)
         return tf.IndexedSlices(tf.cast(summed.values, slices.values.dtype), summed.indices, slices.dense_shape)
 
     def _write(self) -> None:
-        for write in self._writes:
-            write.apply()
-
-    def _count_dense(
-        self, compressor: Compressor, gradients: Sequence[tf.Tensor], paths: Sequence[str], group: Group
-    ) -> None:
-        self._counters.add_dense_sum(method_label(compressor), gradients, group)
-        for gradient, path in zip(gradients, paths, strict=True):
-            self._counters.record_size(method_label(compressor), path, gradient.shape)
-
-    def _count_dense_rows(self, compressor: Compressor, slices: tf.IndexedSlices, path: str, group: Group) -> None:
-        self._counters.record_size(method_label(compressor), path, slices.shape)
-        self._counters.add_dense(method_label(compressor), [slices.values, slices.indices], group.size - 1)
+        for variable, value, rows in self._writes:
+            if rows is None:
+                variable.assign(value)
+            else:
+                variable.scatter_update(tf.IndexedSlices(value, rows))
 
 
 def _sums_of_parts(
@@ -176,10 +156,11 @@ def _sums_of_parts(
     parts: OwnedParts | None,
 ) -> Reduced:
     """Sums everywhere, or where `parts` are owned if that sends less, which it does not for very unequal lengths."""
-    if parts is not None and parts.is_balanced:
+    if parts is None:
+        return compressor.reduce(gradients, group, states)
+    if parts.is_balanced:
         return compressor.reduce_parts(gradients, group, states, parts)
-    reduced = compressor.reduce(gradients, group, states)
-    return reduced if parts is None else replace(reduced, sums=parts.own_of(reduced.sums))
+    return Compressor.reduce_parts(compressor, gradients, group, states, parts)
 
 
 def _sends_little(compressor: Compressor) -> bool:

@@ -92,9 +92,7 @@ class CompressionState(tf.Module):
         self.replicas: dict[str, ReplicaState] = {}
         self.num_replicas = max(len(devices), 1)  # Replicas of all workers that keep a state.
         self._saved: UserDict[int, dict[str, dict[str, tf.Tensor]]] = UserDict()
-        self.saved_ways = SavedWays(
-            lambda: self.ways, lambda: any(replica.entries for replica in self.replicas.values())
-        )
+        self.saved_ways = _SavedWays(self)
 
     def replica_state(self, number: int, device: str) -> ReplicaState:
         """Returns the state of replica `number`, which is on `device`."""
@@ -119,8 +117,9 @@ class CompressionState(tf.Module):
         """
         saved: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
         for prefix in prefixes:
-            of_prefix = _saved_state(prefix)
-            check_ways(saved_ways(tf.train.load_checkpoint(prefix)), self.ways)
+            reader = tf.train.load_checkpoint(prefix)
+            of_prefix = _saved_state(reader)
+            _check_ways(_saved_ways(reader), self.ways)
             twice = sorted(set(of_prefix) & set(saved))
             if twice:
                 raise ValueError(
@@ -161,8 +160,7 @@ def redistribute(
     return share
 
 
-def _saved_state(prefix: str) -> dict[int, dict[str, dict[str, tf.Tensor]]]:
-    reader = tf.train.load_checkpoint(prefix)
+def _saved_state(reader: Any) -> dict[int, dict[str, dict[str, tf.Tensor]]]:
     entries_of_replicas: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
     for key in reader.get_variable_to_shape_map():
         parts = key.split("/")
@@ -186,34 +184,31 @@ def _unescaped(part: str) -> str:
 _KEY = "saved_ways/.ATTRIBUTES/py_state"
 
 
-class SavedWays(tf.train.experimental.PythonState):
-    """The number of devices of a stage, which `tf.train.Checkpoint` saves, and compares when it restores."""
+class _SavedWays(tf.train.experimental.PythonState):
+    """The number of devices of a stage, which `tf.train.Checkpoint` saves, and compares when it restores.
 
-    def __init__(self, ways: Callable[[], int], has_state: Callable[[], bool]) -> None:
-        """Saves `ways`, how many devices share a stage. Without a state of compressors any number fits."""
+    Without a state of compressors any number fits.
+    """
+
+    def __init__(self, state: CompressionState) -> None:
         super().__init__()
-        self._ways, self._has_state = ways, has_state
+        self._compression_state = state
 
     def serialize(self) -> str:
-        """Returns the number, or 0 without a state."""
-        return json.dumps(self._ways() if self._has_state() else 0)
+        has_state = any(replica.entries for replica in self._compression_state.replicas.values())
+        return json.dumps(self._compression_state.ways if has_state else 0)
 
     def deserialize(self, string_value: Any) -> None:
-        """Compares the number at the checkpoint with the present one.
-
-        Raises:
-            ValueError: They differ.
-        """
-        check_ways(json.loads(string_value), self._ways())
+        _check_ways(json.loads(string_value), self._compression_state.ways)
 
 
-def saved_ways(reader: Any) -> int:
+def _saved_ways(reader: Any) -> int:
     """Returns the number in a checkpoint; 0 if it has none, as those of earlier releases."""
     keys = [key for key in reader.get_variable_to_shape_map() if key.endswith(_KEY)]
     return int(json.loads(reader.get_tensor(keys[0]))) if keys else 0
 
 
-def check_ways(saved: int, present: int) -> None:
+def _check_ways(saved: int, present: int) -> None:
     """Raises a ValueError if the residuals of a checkpoint, if there are any, do not fit the devices of a stage."""
     if saved not in (0, present):
         raise ValueError(

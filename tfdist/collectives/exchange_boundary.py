@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.worker_exchange import BACKGROUND, SMALL, STEPS, Exchange
-from tfdist.tensorflow_internals.independent_operations import leave_unordered
+from tfdist.tensorflow_internals.operation_order import leave_unordered
 from tfdist.tensorflow_internals.runtime import reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
@@ -45,14 +45,18 @@ class ExchangeBoundary:
 
     Python's threads take turns more often in a process with a boundary (`sys.setswitchinterval`).
 
-    Args:
+    Attributes:
         exchange: The exchange with the other workers.
+        rank: The rank of this worker.
+        size: The number of workers.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-        self.exchange = exchange
-        self.run_alone: Callable[[Callable[[], tf.Tensor]], tf.Tensor] | None = None  # an exchange outside of a function
+        self.exchange, self.rank, self.size = exchange, exchange.rank, exchange.size
+        self.run_alone: Callable[[Callable[[], tf.Tensor]], tf.Tensor] | None = (
+            None  # an exchange outside of a function
+        )
         self.join_again: Callable[..., Exchange] | None = None  # connects with the members of another view
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
@@ -60,51 +64,30 @@ class ExchangeBoundary:
         self._ended_backgrounds: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
 
-    @property
-    def rank(self) -> int:
-        """The rank of this worker."""
-        return self.exchange.rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self.exchange.size
-
     def all_reduce(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the sum of the workers' tensors, which have the same shape and dtype.
 
-        Args:
-            tensor: The tensor of this worker.
-            options: See `_call`. The same holds for the methods below.
+        For the `options` of all exchanges see `_call`.
         """
-        result = self._call("all-reduce", tensor, **options)
-        result.set_shape(tensor.shape)
-        return result
+        return self._call("all-reduce", tensor, tensor.shape, **options)
 
     def all_gather(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the workers' tensors one after another along the first dimension; they have the same shape."""
-        result = self._call("all-gather", tensor, **options)
         rows = tensor.shape[0]
-        result.set_shape([None if rows is None else self.size * rows, *tensor.shape[1:]])
-        return result
+        shape = [None if rows is None else self.size * rows, *tensor.shape[1:]]
+        return self._call("all-gather", tensor, shape, **options)
 
     def all_to_all(self, rows: tf.Tensor, **options: Any) -> tf.Tensor:
         """Sends row `i` to worker `i`; returns the received rows, by rank."""
-        result = self._call("all-to-all", rows, **options)
-        result.set_shape(rows.shape)
-        return result
+        return self._call("all-to-all", rows, rows.shape, **options)
 
     def reduce_scatter(self, rows: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the sum of the workers' rows at the rank of this one, where `rows` is `[number of workers, ...]`."""
-        result = self._call("reduce-scatter", rows, **options)
-        result.set_shape(rows.shape[1:])
-        return result
+        return self._call("reduce-scatter", rows, rows.shape[1:], **options)
 
     def broadcast(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the tensor of worker 0."""
-        result = self._call("broadcast", tensor, **options)
-        result.set_shape(tensor.shape)
-        return result
+        return self._call("broadcast", tensor, tensor.shape, **options)
 
     def use(self, exchange: Exchange) -> None:
         """Exchanges with other workers from now on. No step may be running.
@@ -138,16 +121,18 @@ class ExchangeBoundary:
         self,
         kind: str,
         tensor: tf.Tensor,
+        shape: Any,
         *,
         in_background: int | None = None,
         shape_is_fixed: bool = True,
         limit_seconds: float | None = None,
     ) -> tf.Tensor:
-        """Returns the result, without a static shape.
+        """Returns the result.
 
         Args:
-            kind: One of `_KINDS`.
+            kind: One of `_KINDS`, the name of a method of `Channel`.
             tensor: The tensor of this worker.
+            shape: What is known of the shape of the result.
             in_background: The number of a sequence of exchanges beside the steps.
             shape_is_fixed: Whether all workers know the same of the shape when they trace the exchange. If not, a
                 worker that has traced with other data may know it, and would choose another lane.
@@ -159,16 +144,10 @@ class ExchangeBoundary:
                 "Workers exchange numbers and truth values. Received: a tensor of strings. Expected: another dtype. "
                 "Exchange numbers that stand for the strings, or their bytes, by `tf.io.decode_raw`."
             )
-        if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
-            wide = tf.cast(tensor, AS_VALUES[tensor.dtype.name])
-            options: dict[str, Any] = {
-                "in_background": in_background,
-                "shape_is_fixed": shape_is_fixed,
-                "limit_seconds": limit_seconds,
-            }
-            return tf.cast(self._call(kind, wide, **options), tensor.dtype)
-        elements = tensor.shape.num_elements() if shape_is_fixed else None
-        is_large = elements is not None and elements * tensor.dtype.size > _SMALL_BYTES
+        is_wider = tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES
+        sent = tf.cast(tensor, AS_VALUES[tensor.dtype.name]) if is_wider else tensor
+        elements = sent.shape.num_elements() if shape_is_fixed else None
+        is_large = elements is not None and elements * sent.dtype.size > _SMALL_BYTES
         name = STEPS if is_large else SMALL
         with self._lock:
             lane = self._lanes.get(name if in_background is None else in_background)
@@ -181,9 +160,15 @@ class ExchangeBoundary:
                     else:
                         lane = self._background.add(in_background)
                         self._lanes[in_background] = lane
+        result = self._exchanged(lane, kind, sent, limit_seconds or 0.0)
+        result = tf.cast(result, tensor.dtype) if is_wider else result
+        result.set_shape(shape)
+        return result
+
+    def _exchanged(self, lane: "_Lane", kind: str, tensor: tf.Tensor, limit_seconds: float) -> tf.Tensor:
         if self.run_alone is not None and tf.executing_eagerly():
-            return self.run_alone(lambda: lane.exchange(kind, tensor, limit_seconds or 0.0))
-        return lane.exchange(kind, tensor, limit_seconds or 0.0)
+            return self.run_alone(lambda: lane.exchange(kind, tensor, limit_seconds))
+        return lane.exchange(kind, tensor, limit_seconds)
 
 
 class _Background:
@@ -362,16 +347,11 @@ class _Lane:
         channel, shape = self._channel, data.shape
         values = data.reshape(-1).view(dtype)
         values = values.reshape(_shape_of_values(shape, values.size))
-        if kind == "all-reduce":
-            result = channel.all_reduce(values)
-        elif kind == "all-gather":
-            result, shape = channel.all_gather(values), (channel.size * shape[0], *shape[1:])
-        elif kind == "all-to-all":
-            result = channel.all_to_all(values)
+        result = getattr(channel, kind.replace("-", "_"))(values)
+        if kind == "all-gather":
+            shape = (channel.size * shape[0], *shape[1:])
         elif kind == "reduce-scatter":
-            result, shape = channel.reduce_scatter(values), shape[1:]
-        else:
-            result = channel.broadcast(values)
+            shape = shape[1:]
         return result.reshape(-1).view(np.uint8).reshape(shape)
 
 

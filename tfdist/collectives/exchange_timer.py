@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.collectives.byte_counters import Counts
 from tfdist.compression import Group
-from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.operation_order import after_clocks, read_clock
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _ENCODE, _EXCHANGE, _DECODE = range(3)
@@ -39,10 +39,6 @@ class ExchangeTimer:
         self._host = host
         self._counters: list[tuple[str, tf.Variable]] = []
         self._eager: dict[str, tf.Variable] = {}
-
-    def timed(self, group: Group, label: str) -> "TimedGroup":
-        """Returns `group` such that its reductions from now on are timed under `label`."""
-        return TimedGroup(group, self, label)
 
     def by_label(self) -> dict[str, ExchangeDurations]:
         """Returns the durations so far, by label. Call this eagerly."""
@@ -89,6 +85,9 @@ class ExchangeTimer:
 class TimedGroup(Group):
     """A group that times its reductions, from `begin_bucket` to `end_bucket`."""
 
+    counter: tf.Variable | None = None  # that of a bucket
+    _start: tf.Tensor
+
     def __init__(self, group: Group, timer: ExchangeTimer, label: str) -> None:
         self._group, self._timer, self._label = group, timer, label
 
@@ -122,28 +121,22 @@ class TimedGroup(Group):
 
     def bucket(self, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
         """Returns the group for one bucket, and its `gradients` from when the clock has started."""
-        bucket = _TimedBucket(self._group, self._timer, self._label)
-        return bucket, bucket.start(gradients)
-
-    def _timed(self, kind: int, tensor: tf.Tensor) -> tf.Tensor:
-        """Adds the time until `tensor` is computed to that of `kind`. Outside of a bucket nothing is timed."""
-        return tensor
-
-
-class _TimedBucket(TimedGroup):
-    def __init__(self, group: Group, timer: ExchangeTimer, label: str) -> None:
-        super().__init__(group, timer, label)
-        self._counter = timer.new_counter(label)
-
-    def start(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        self._start, clocked = self._timer.start(self._counter, gradients)
-        return clocked
+        bucket = TimedGroup(self._group, self._timer, self._label)
+        bucket.counter = self._timer.new_counter(self._label)
+        bucket._start, clocked = self._timer.start(bucket.counter, gradients)
+        return bucket, clocked
 
     def end(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._timer.add_elapsed(self._counter, _DECODE, sums, self._start)
+        """Ends the timing of a bucket; returns its results to use. Outside of a bucket nothing is timed."""
+        return self._add_elapsed(_DECODE, sums)
 
     def _timed(self, kind: int, tensor: tf.Tensor) -> tf.Tensor:
-        return self._timer.add_elapsed(self._counter, kind, [tensor], self._start)[0]
+        return self._add_elapsed(kind, [tensor])[0]
+
+    def _add_elapsed(self, kind: int, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if self.counter is None:
+            return list(tensors)
+        return self._timer.add_elapsed(self.counter, kind, tensors, self._start)
 
 
 def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
@@ -156,4 +149,4 @@ def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> tuple[Group, l
 
 def end_bucket(group: Group, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Ends the timing that `begin_bucket` began; returns the bucket's results to use."""
-    return group.end(sums) if isinstance(group, _TimedBucket) else list(sums)
+    return group.end(sums) if isinstance(group, TimedGroup) else list(sums)

@@ -1,7 +1,7 @@
 """A reduction that records which collectives it calls, bucket by bucket, or that leaves gradients as they are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -29,25 +29,12 @@ class RecordedCall:
     bucket: int
 
 
+@dataclass
 class Recorder:
-    """Numbers the buckets of a step and keeps the calls.
+    """Keeps the calls of a step, in the order of the trace, and the number of its buckets so far."""
 
-    Attributes:
-        calls: The calls, in the order of the trace.
-        buckets: The number of buckets so far.
-    """
-
-    def __init__(self, on_bucket: Callable[[int, Sequence[tf.Tensor]], None] | None = None) -> None:
-        """Creates a recorder; `on_bucket` is called with the number and the gradients of each bucket."""
-        self.calls: list[RecordedCall] = []
-        self.buckets = 0
-        self._on_bucket = on_bucket
-
-    def next_bucket(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Begins a bucket."""
-        if self._on_bucket is not None:
-            self._on_bucket(self.buckets, gradients)
-        self.buckets += 1
+    calls: list[RecordedCall] = field(default_factory=list)
+    buckets: int = 0
 
     def add(self, kind: str, tensor: tf.Tensor, more: int = 0) -> None:
         """Records a call with `tensor` and `more` further elements for the newest bucket."""
@@ -83,7 +70,7 @@ class _RecordedGroup(TimedGroup):
         return self._group.reduce_scatter(rows)
 
     def bucket(self, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
-        self._recorder.next_bucket(gradients)
+        self._recorder.buckets += 1
         return self, list(gradients)
 
 
@@ -111,7 +98,7 @@ class KeptGradients(RecordedReduction):
         """Returns gradients unchanged, and sums of all other `tensors`."""
         if self.context.kind != GRADIENTS:
             return super().__call__(tensors, mean=mean, options=options)
-        self._counters.add_update()
+        self.counters.add_update()
         if self.seen is not None:
             tensors = self.seen(tensors, list(self.context.paths or ()))
         return list(tensors)

@@ -10,13 +10,11 @@
 from tfdist.compression.block_compressor import BlockCompressor
 from tfdist.compression.cast import Cast
 from tfdist.compression.compressor import Compressor, Dense, Group, Reduced
-from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.momentum_correction import MomentumCorrection
 from tfdist.compression.policy import Policy, get
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.quantization import Quantize, Sign
 from tfdist.compression.sparsification import RandomK, TopK
-from tfdist.compression.warm_up import WarmUp
+from tfdist.compression.wrappers import ErrorFeedback, MomentumCorrection, WarmUp
 
 __all__ = [
     "BlockCompressor",

@@ -1,7 +1,8 @@
 """`Compressor`, the interface of all methods, `Group`, the replicas of a reduction, and `Dense`: no compression."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tensorflow as tf
@@ -157,21 +158,12 @@ class Compressor(ABC):
     def reduce_parts(
         self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
     ) -> Reduced:
-        """Sums gradients like `reduce`; the sums are those of the values that this replica owns, flat.
+        """Sums gradients like `reduce`; the sums are those of the values that this replica owns by `parts`, flat.
 
         `finite` is about these values alone. By default the sums of all values are computed. Methods whose payloads can
         be split send each part to its owner instead.
-
-        Args:
-            gradients: See `reduce`.
-            group: See `reduce`.
-            states: See `reduce`.
-            parts: The owners of the values of gradients.
         """
-        return self._own(self.reduce(gradients, group, states), parts)
-
-    @staticmethod
-    def _own(reduced: Reduced, parts: OwnedParts) -> Reduced:
+        reduced = self.reduce(gradients, group, states)
         return replace(reduced, sums=parts.own_of(reduced.sums))
 
     def __repr__(self) -> str:
@@ -206,7 +198,7 @@ class Dense(Compressor):
         return tf.reshape(payload["values"], shape)
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
-        sums = sum_dense(gradients, group)
+        sums = unflatten(group.sum(flatten(gradients)), gradients) if gradients else []
         return Reduced(sums, [tf.zeros_like(g) for g in gradients], [state or {} for state in states], all_finite(sums))
 
     def reduce_parts(
@@ -219,60 +211,6 @@ class Dense(Compressor):
         return Reduced(parts.split(total), zeros, [state or {} for state in states], all_finite([total]))
 
 
-# Takes a compressor, and the gradients and states that a wrapper has changed.
-InnerReduction = Callable[[Compressor, Sequence[tf.Tensor], Sequence[State | None]], Reduced]
-
-
-class Wrapper(Compressor):
-    """Base of compressors that change what another one, `compressor`, encodes, but not how.
-
-    A subclass defines `encode` and `_reduce`.
-    """
-
-    compressor: Compressor
-
-    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
-        return self._reduce(gradients, states, lambda method, *given: method.reduce(given[0], group, given[1]))
-
-    def reduce_parts(
-        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
-    ) -> Reduced:
-        return self._reduce(
-            gradients, states, lambda method, *given: method.reduce_parts(given[0], group, given[1], parts)
-        )
-
-    @abstractmethod
-    def _reduce(
-        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
-    ) -> Reduced:
-        """Changes gradients and states, and reduces them by `reduce`."""
-
-    @property
-    def encodes_rows(self) -> bool:
-        return self.compressor.encodes_rows
-
-    def payload_bytes(self, shape: Sequence[int]) -> int:
-        return self.compressor.payload_bytes(shape)
-
-    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
-        return self.compressor.decode(payload, shape)
-
-
 def num_elements(shape: Sequence[int]) -> int:
     """Returns the number of elements of a tensor of `shape`."""
-    elements = 1
-    for length in shape:
-        elements *= int(length)
-    return elements
-
-
-def static_or_dynamic_shape(tensor: tf.Tensor) -> "Sequence[int] | tf.Tensor":
-    """Returns the shape of `tensor` for `decode`: the static shape if it is known, else a tensor."""
-    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-
-
-def sum_dense(tensors: Sequence[tf.Tensor], group: Group) -> list[tf.Tensor]:
-    """Returns the sums of `tensors` over `group`, with one all-reduce."""
-    if not tensors:
-        return []
-    return unflatten(group.sum(flatten(tensors)), tensors)
+    return math.prod(int(length) for length in shape)

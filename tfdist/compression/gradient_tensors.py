@@ -50,6 +50,19 @@ def multiplied(gradient: Any, factor: Any) -> Any:
     return with_values(gradient, values * tf.cast(factor, values.dtype))
 
 
+def added(total: Any, gradient: Any) -> Any:
+    """Returns the sum of two gradients, dense or `tf.IndexedSlices`; None counts as zero.
+
+    An index may occur twice in the result: callers that square or clip add up its rows first.
+    """
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
+        values, indices = tf.concat([total.values, gradient.values], 0), [total.indices, gradient.indices]
+        return tf.IndexedSlices(values, tf.concat(indices, 0), total.dense_shape)
+    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)
+
+
 def zeros_unless(contributes: tf.Tensor | None, gradient: Any) -> Any:
     """Returns `gradient`, or zeros of its shape if the bool scalar `contributes` is false; `None` counts as true."""
     values = tf.convert_to_tensor(values_of(gradient))

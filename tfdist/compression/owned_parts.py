@@ -2,12 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import flatten
 
-Span = tuple[int, int]
+
+class Span(NamedTuple):
+    """The values `start` to `stop`, without it, of a flattened variable."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -15,13 +26,12 @@ class OwnedParts:
     """The parts of some gradients.
 
     Attributes:
-        spans: Begin and end of the span of the flattened values of each gradient that belongs to the replica at each
-            position of the group.
+        spans: The span of each gradient that belongs to the replica at each position of the group.
         own: The position of this replica.
         block: The number of values of a block. A part fills complete blocks, so no block has values of two gradients.
 
     >>> import tensorflow as tf
-    >>> parts = OwnedParts((((0, 2), (2, 3)), ((0, 0), (0, 2))), own=1)
+    >>> parts = OwnedParts(((Span(0, 2), Span(2, 3)), (Span(0, 0), Span(0, 2))), own=1)
     >>> rows = parts.rows([tf.constant([1, 2, 3]), tf.constant([[4], [5]])])
     >>> rows.numpy().tolist()
     [[1, 2, 0], [3, 4, 5]]
@@ -46,7 +56,7 @@ class OwnedParts:
     @property
     def is_balanced(self) -> bool:
         """Whether rows, which are filled up to the longest one, have at most twice the values of the gradients."""
-        sizes = [sum(spans[position][1] - spans[position][0] for spans in self.spans) for position in range(self.size)]
+        sizes = [sum(spans[position].size for spans in self.spans) for position in range(self.size)]
         return self.size * max(sizes) <= 2 * sum(sizes)
 
     def of(self, chosen: Sequence[int], block: int = 1) -> "OwnedParts":
@@ -85,12 +95,11 @@ class OwnedParts:
 
     def _filled(self, position: int) -> list[int]:
         """The lengths of the pieces of a row, which are filled up to complete blocks."""
-        sizes = [spans[position][1] - spans[position][0] for spans in self.spans]
-        return [-(-size // self.block) * self.block for size in sizes]
+        return [-(-spans[position].size // self.block) * self.block for spans in self.spans]
 
     def _pieces(self, row: tf.Tensor, position: int) -> list[tf.Tensor]:
         pieces, begin = [], 0
         for spans, filled in zip(self.spans, self._filled(position), strict=True):
-            pieces.append(row[begin : begin + spans[position][1] - spans[position][0]])
+            pieces.append(row[begin : begin + spans[position].size])
             begin += filled
         return pieces

@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.compression.cast import Cast
 from tfdist.compression.compressor import Compressor, Dense, num_elements
-from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.momentum_correction import MomentumCorrection
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.quantization import Quantize, Sign
 from tfdist.compression.sparsification import RandomK, TopK
-from tfdist.compression.warm_up import WarmUp
+from tfdist.compression.wrappers import ErrorFeedback, MomentumCorrection, WarmUp
 from tfdist.utils.argument_checks import check_whole_number
 
 Rule = Compressor | str | None
@@ -67,10 +65,7 @@ class Policy:
         """
         check_whole_number("dense_below", dense_below, at_least=0)
         check_whole_number("dense_steps", dense_steps, at_least=0)
-        if isinstance(rules, Mapping):
-            rules_by_expression = dict(rules)
-        else:
-            rules_by_expression = {"": rules}
+        rules_by_expression = dict(rules) if isinstance(rules, Mapping) else {"": rules}
         self._given, self.dense_steps, self.dense_below = rules, dense_steps, dense_below
         self._rules = [
             (_pattern(expression), self._completed(rule)) for expression, rule in rules_by_expression.items()
@@ -152,14 +147,13 @@ def get(identifier: Compressor | str | None) -> Compressor:
             f"Invalid compressor. Received: {identifier!r}. Expected: a tfdist.compression.Compressor such as "
             "PowerSGD(rank=4), a name such as 'bf16', or None."
         )
-    name = identifier
-    method, colon, argument = name.partition(":")
+    method, colon, argument = identifier.partition(":")
     if not colon and method in _WITHOUT_ARGUMENT:
         return _WITHOUT_ARGUMENT[method]()
     if method in _WITH_ARGUMENT:
         try:
             return _WITH_ARGUMENT[method](argument if colon else _DEFAULT_ARGUMENTS[method])
         except ValueError as error:
-            raise ValueError(f"Invalid argument of the compressor name {name!r}: {error}") from error
+            raise ValueError(f"Invalid argument of the compressor name {identifier!r}: {error}") from error
     expected = [*_WITHOUT_ARGUMENT, *(f"{known}:{value}" for known, value in _DEFAULT_ARGUMENTS.items())]
-    raise ValueError(f"Unknown compressor name. Received: {name!r}. Expected: one of {', '.join(expected)}.")
+    raise ValueError(f"Unknown compressor name. Received: {identifier!r}. Expected: one of {', '.join(expected)}.")

@@ -40,16 +40,13 @@ class TopK(BlockCompressor):
         Raises:
             ValueError: An argument is invalid.
         """
-        check_ratio(ratio)
+        _check_ratio(ratio)
         largest = 1 << 16
         if block_size is None:
             block_size = min(round(1 / ratio), largest)
         # `+ 1`, because the default may be rounded down.
-        if (
-            isinstance(block_size, bool)
-            or not isinstance(block_size, int)
-            or not 1 / ratio <= block_size + 1 <= largest + 1
-        ):
+        is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
+        if not is_int or not 1 / ratio <= block_size + 1 <= largest + 1:
             raise ValueError(
                 f"Invalid `block_size` for ratio={ratio:g}. Received: block_size={block_size!r}. Expected: an integer "
                 f"between {round(1 / ratio)} and {largest}, or None."
@@ -143,7 +140,7 @@ class RandomK(Compressor):
         Raises:
             ValueError: An argument is invalid.
         """
-        check_ratio(ratio)
+        _check_ratio(ratio)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"Invalid `seed`. Received: seed={seed!r}. Expected: an integer.")
         self.ratio, self.seed = float(ratio), seed
@@ -198,7 +195,7 @@ class RandomK(Compressor):
         return tf.minimum(starts + indices, elements - 1)
 
 
-def check_ratio(ratio: float) -> None:
+def _check_ratio(ratio: float) -> None:
     """Raises a ValueError unless `ratio` is above 0 and at most 0.5."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 0.5:
         raise ValueError(

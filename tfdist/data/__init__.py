@@ -4,9 +4,8 @@ Importing this package does not import TensorFlow, so a driver that only hands o
 """
 
 from tfdist.data.dask_partitions import from_dask
-from tfdist.data.parquet_files import from_parquet
+from tfdist.data.parquet_files import from_parquet, from_spark
 from tfdist.data.partitioned_data import PartitionedData
 from tfdist.data.ray_blocks import from_ray
-from tfdist.data.spark_parquet import from_spark
 
 __all__ = ["PartitionedData", "from_dask", "from_parquet", "from_ray", "from_spark"]

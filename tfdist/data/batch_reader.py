@@ -27,19 +27,14 @@ class BatchReader:
     """Reads any batch of any epoch; cheap if the batches of an epoch come in order.
 
     Two windows of each stream that a worker reads are in memory, and each of the loading threads holds one block.
-
-    Attributes:
-        source: Where the rows are.
-        tensors: What a batch consists of.
-        shuffled_rows: 0, or how many rows of a stream are shuffled together.
-        owner: The object whose end releases the rows, None if there is none.
     """
 
     def __init__(
         self, source: BlockSource, tensors: Sequence[TensorFormat], shuffled_rows: int, owner: object = None
     ) -> None:
         self._owner = owner  # what releases the rows when it is collected: not while they are read
-        self.source, self.tensors, self.shuffled_rows = source, tuple(tensors), shuffled_rows
+        self.source, self.tensors = source, tuple(tensors)
+        self.shuffled_rows = shuffled_rows  # 0, or how many rows of a stream are shuffled together
         self._columns = list(dict.fromkeys(column.column for tensor in tensors for column in tensor.columns))
         self._segments: dict[int, list[tuple[Segment, ...]]] = {}
         self._windows: dict[tuple[int, int], tuple[int, list[Window], list[int]]] = {}
@@ -48,16 +43,9 @@ class BatchReader:
         self._lock = threading.Lock()
 
     def read(self, batches: BatchRows, seed: int, first: int, last: int) -> list[np.ndarray]:
-        """Returns the tensors of successive batches, those rows that `batches` gives to this worker.
+        """Returns, for each tensor, the rows of batches `first` to `last` - 1 that `batches` gives to this worker.
 
-        Args:
-            batches: The rows of the batches.
-            seed: The seed of the epoch, at least 0; ignored without a shuffle.
-            first: The number of the first batch in the epoch, from 0.
-            last: The number after that of the last batch.
-
-        Returns:
-            The rows of all batches, for each tensor.
+        `seed` is that of the epoch, at least 0; ignored without a shuffle.
         """
         seed = seed if self.shuffled_rows else 0
         pieces: list[tuple[list[np.ndarray], int, int]] = []
@@ -130,13 +118,7 @@ _BYTES_OF_CALL = 2 << 20
 
 
 def batch_pipeline(
-    reader: BatchReader,
-    layout: BatchLayout,
-    batch_size: int,
-    *,
-    seed: int | None,
-    drop_remainder: bool,
-    streams: int,
+    reader: BatchReader, layout: BatchLayout, batch_size: int, *, seed: int | None, drop_remainder: bool, streams: int
 ) -> tf.data.Dataset:
     """Returns the dataset of batches.
 
@@ -157,11 +139,13 @@ def batch_pipeline(
         sizes = batches.sizes(first)
         together = 1 if 0 in sizes else _batches_of_call(layout, max(sizes))
 
+        dtypes = [tf.string if tensor.dtype == object else tf.as_dtype(tensor.dtype) for tensor in layout.tensors]
+
         def read(number: np.int64, step: np.int64, last: np.int64) -> Sequence[np.ndarray]:
             return reader.read(batches, int(number), int(step), int(last))
 
         def load(number: tf.Tensor, step: tf.Tensor, last: tf.Tensor) -> Any:
-            tensors = tf.numpy_function(read, [number, step, last], [*map(_dtype, layout.tensors)])
+            tensors = tf.numpy_function(read, [number, step, last], dtypes)
             for tensor, expected in zip(tensors, layout.tensors, strict=True):
                 tensor.set_shape([batches.constant_rows if together == 1 else None, *expected.shape])
             return layout.structure(tensors)
@@ -218,7 +202,3 @@ def number_of_readers() -> int:
     present = sum(len(jobs.get(job, ())) for job in ("chief", "worker"))
     remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
     return max(present, optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or 1, 1)
-
-
-def _dtype(tensor: TensorFormat) -> tf.DType:
-    return tf.string if tensor.dtype == object else tf.as_dtype(tensor.dtype)

@@ -4,19 +4,17 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.utils.optional_modules import import_library
+
 
 class BlockSource(abc.ABC):
     """Ordered blocks of rows: row groups of Parquet files, partitions of Dask, blocks of Ray.
 
     A source is pickled on the driver and reads in other processes, which connect to its engine with the first block.
-
-    Attributes:
-        schema: A `pyarrow.Schema` of all blocks.
-        rows_of_blocks: The number of rows of each block; none of them is 0.
     """
 
-    schema: Any
-    rows_of_blocks: Sequence[int]
+    schema: Any  # a `pyarrow.Schema` of all blocks
+    rows_of_blocks: Sequence[int]  # none of them is 0
 
     @abc.abstractmethod
     def read(self, block: int, columns: Sequence[str]) -> Any:
@@ -36,11 +34,7 @@ class BlockSource(abc.ABC):
 
 
 def checked_rows(source: BlockSource, block: int, table: Any) -> Any:
-    """Returns `table` if it has as many rows as were counted on the driver.
-
-    Raises:
-        RuntimeError: The data has changed since.
-    """
+    """Returns `table` if it has as many rows as were counted on the driver."""
     if table.num_rows != source.rows_of_blocks[block]:
         raise RuntimeError(
             f"The data has changed since the driver counted its rows: {source.name_of(block)}. Received: "
@@ -48,3 +42,13 @@ def checked_rows(source: BlockSource, block: int, table: Any) -> Any:
             "create the data of the training again."
         )
     return table
+
+
+def facts_of(table: Any) -> tuple[Any, int]:
+    """Returns the schema and the number of rows of a table, which engines compute where it is."""
+    return table.schema.remove_metadata(), table.num_rows
+
+
+def import_arrow(module: str = "pyarrow") -> Any:
+    """Returns a module of Apache Arrow, such as `pyarrow.parquet`."""
+    return import_library(module, "reads data in columns", "spark` or `dask` or `ray")

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.data.arrow_import import import_arrow, import_library
-from tfdist.data.block_source import BlockSource
+from tfdist.data.block_source import BlockSource, facts_of, import_arrow
 from tfdist.data.parquet_files import data_in_store
 from tfdist.data.partitioned_data import PartitionedData
+from tfdist.utils.optional_modules import import_library
 
 _READ_SECONDS = 300.0
 _RETRY_SECONDS = 15.0
@@ -57,7 +57,7 @@ def from_dask(
     client = distributed.default_client() if client is None else client
     tables = client.compute(list(ddf.map_partitions(_keep_frame).to_delayed()))
     tables = client.map(arrow_table, tables, pure=False)
-    facts = client.gather(client.map(_facts, tables, pure=False))
+    facts = client.gather(client.map(facts_of, tables, pure=False))
     schemas = {number: schema for number, (schema, rows) in enumerate(facts) if rows} or {0: facts[0][0]}
     first = next(iter(schemas.values()))
     for number, schema in schemas.items():
@@ -68,10 +68,8 @@ def from_dask(
                 "anything."
             )
     blocks = [(number, rows) for number, (_, rows) in enumerate(facts) if rows]
-    address, security = client.scheduler.address, client.security
-    source = DaskSource(first, [tables[number].key for number, _ in blocks], blocks, address, security, timeout_seconds)
+    source = DaskSource(first, [tables[number].key for number, _ in blocks], blocks, client, timeout_seconds)
     held = list(tables)  # Dask keeps a table as long as a future refers to it
-    source.use_client(client)
     return PartitionedData(source, release=held.clear)
 
 
@@ -95,19 +93,16 @@ class DaskSource(BlockSource):
     """Arrow tables that Dask's workers hold."""
 
     def __init__(
-        self,
-        schema: Any,
-        keys: Sequence[str],
-        blocks: Sequence[tuple[int, int]],
-        address: str,
-        security: Any,
-        timeout_seconds: float,
+        self, schema: Any, keys: Sequence[str], blocks: Sequence[tuple[int, int]], client: Any, timeout_seconds: float
     ) -> None:
-        """Creates a source. `blocks` are the number of the partition and the number of rows of each table."""
+        """Creates a source. `blocks` are the number of the partition and the number of rows of each table.
+
+        This process reads through `client`, others connect to its scheduler.
+        """
         self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]
         self._keys, self._partitions = list(keys), [number for number, _ in blocks]
-        self._address, self._security, self._timeout = address, security, timeout_seconds
-        self._client: Any = None
+        self._address, self._security, self._timeout = client.scheduler.address, client.security, timeout_seconds
+        self._client = client
         self._owns_client = False
         self._lock = threading.Lock()
 
@@ -124,12 +119,7 @@ class DaskSource(BlockSource):
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    def use_client(self, client: Any) -> None:
-        """Reads through an existing client, in its process."""
-        self._client = client
-
     def read(self, block: int, columns: Sequence[str]) -> Any:
-        """Returns the columns of a partition; see `BlockSource.read`."""
         distributed = import_library("distributed", "holds the partitions", "dask")
         client = self._connected(distributed)
         try:
@@ -142,7 +132,6 @@ class DaskSource(BlockSource):
             ) from error
 
     def name_of(self, block: int) -> str:
-        """Returns the number of the partition."""
         return f"partition {self._partitions[block]} of the Dask DataFrame"
 
     def close(self) -> None:
@@ -192,7 +181,3 @@ def _file_name(partition: int) -> str:
 
 def _keep_frame(frame: Any) -> Any:
     return frame
-
-
-def _facts(table: Any) -> tuple[Any, int]:
-    return table.schema.remove_metadata(), table.num_rows

@@ -1,4 +1,4 @@
-"""Parquet files on a path that all workers share: their row groups are the blocks. An engine may write them."""
+"""Parquet files on a path that all workers share: their row groups are the blocks. Spark or others may write them."""
 
 import concurrent.futures
 import os
@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.data.arrow_import import import_arrow
-from tfdist.data.block_source import BlockSource
+from tfdist.data.block_source import BlockSource, import_arrow
 from tfdist.data.partitioned_data import PartitionedData
+from tfdist.utils.optional_modules import import_library
 
 _READING_FOOTERS = 8  # threads
 # The unit of Spark's timestamps. Nanoseconds cannot hold most of them: those of year 9999 would come out as others.
 _INT96 = "us"
+_ROW_GROUP_BYTES = 32 << 20  # of those that Spark writes; a few of them are in a worker's memory
 
 
 def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> PartitionedData:
@@ -33,6 +34,44 @@ def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
         ValueError: The files have different columns, or a file is not Parquet.
     """
     return PartitionedData(parquet_source(paths))
+
+
+def from_spark(
+    df: Any, *, store: str | os.PathLike[str], vector_dtype: str = "float32", keep: bool = False
+) -> PartitionedData:
+    """Writes a DataFrame of Spark to Parquet files, and returns their data, for all workers.
+
+    Columns of MLlib's vectors, dense or sparse, become lists of numbers. Call this on Spark's driver.
+
+    Args:
+        df: A `pyspark.sql.DataFrame`. It is computed once.
+        store: A directory that the driver, the executors and the workers share under the same path: of a network file
+            system, or `hdfs://`, `s3://`. The files are written to a new directory in it.
+        vector_dtype: The type of the values of MLlib's vectors: "float32" or "float64".
+        keep: Whether the files stay. By default they are removed when the returned object is closed or collected, at
+            the latest when the driver's process ends.
+
+    Raises:
+        ImportError: If pyspark or pyarrow is not installed.
+        RuntimeError: The driver does not see what the executors have written.
+        ValueError: `vector_dtype` is invalid.
+    """
+    import_library("pyspark", "computes the DataFrame", "spark")
+    from pyspark.sql import Observation, functions
+
+    if vector_dtype not in ("float32", "float64"):
+        raise ValueError(
+            f"Invalid `vector_dtype`. Received: vector_dtype={vector_dtype!r}. Expected: 'float32' or 'float64'."
+        )
+    counted = Observation("tfdist")
+    columns = with_lists_for_vectors(df, vector_dtype).observe(counted, functions.count(functions.lit(1)).alias("rows"))
+
+    def write(path: str) -> int:
+        to = path if "://" in path or path.startswith("file:") else f"file://{path}"
+        columns.write.option("parquet.block.size", _ROW_GROUP_BYTES).parquet(to)
+        return int(counted.get["rows"])
+
+    return data_in_store(store, write, keep=keep, engine="Spark")
 
 
 def parquet_source(paths: Any) -> "ParquetSource":
@@ -79,7 +118,6 @@ class ParquetSource(BlockSource):
         self._open = threading.local()
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
-        """Returns the columns of a row group; see `BlockSource.read`."""
         file, group, _ = self._blocks[block]
         try:
             return self._parquet_file(file).read_row_group(group, columns=list(columns))
@@ -91,7 +129,6 @@ class ParquetSource(BlockSource):
             ) from error
 
     def name_of(self, block: int) -> str:
-        """Returns the file and the number of the row group."""
         file, group, _ = self._blocks[block]
         return f"row group {group} of {self.files[file]}"
 
@@ -181,9 +218,6 @@ def data_in_store(
     """Lets an engine write Parquet files to a new directory, and returns their data.
 
     `write` takes the path of a new directory, writes files there, and returns the number of rows, if known.
-
-    Raises:
-        RuntimeError: The driver does not see what the engine has written.
     """
     root = os.fspath(store)
     root = root if is_remote(root) or root.startswith("file:") else os.path.abspath(root)
@@ -224,3 +258,18 @@ def _remove(path: str) -> None:
         system.delete_dir(inner)
     except OSError:
         return
+
+
+def with_lists_for_vectors(df: Any, dtype: str) -> Any:
+    """Returns a DataFrame whose columns of MLlib's vectors are lists of numbers."""
+    vectors = [field.name for field in df.schema.fields if type(field.dataType).__name__ == "VectorUDT"]
+    if not vectors:
+        return df
+    from pyspark.ml.functions import vector_to_array
+
+    return df.withColumns({name: vector_to_array(df[quoted(name)], dtype) for name in vectors})
+
+
+def quoted(name: str) -> str:
+    """Returns the whole name of a column, which may contain dots, as Spark reads it."""
+    return f"`{name.replace('`', '``')}`"

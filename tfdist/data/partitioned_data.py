@@ -28,12 +28,7 @@ class PartitionedData:
     """
 
     def __init__(self, source: BlockSource, release: Callable[[], None] | None = None) -> None:
-        """Not called by users.
-
-        Args:
-            source: Where the rows are.
-            release: Releases what the driver holds for the workers.
-        """
+        """Not called by users; `release` releases what the driver holds for the workers."""
         self._source = source
         self._release = release
         self._is_closed = False

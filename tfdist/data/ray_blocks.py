@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.data.arrow_import import import_arrow, import_library
-from tfdist.data.block_source import BlockSource
+from tfdist.data.block_source import BlockSource, facts_of, import_arrow
 from tfdist.data.parquet_files import data_in_store
 from tfdist.data.partitioned_data import PartitionedData
+from tfdist.utils.optional_modules import import_library
 
 _READ_SECONDS = 300.0
 
@@ -44,13 +44,9 @@ def from_ray(
     import_library("ray.data", "computes the blocks", "ray")
     import_arrow()
     if store is not None:
-
-        def write(path: str) -> None:
-            dataset.write_parquet(path)
-
-        return data_in_store(store, write, keep=keep, engine="Ray")
+        return data_in_store(store, dataset.write_parquet, keep=keep, engine="Ray")
     tables = dataset.materialize().to_arrow_refs()
-    describe = ray.remote(num_cpus=0)(_facts)
+    describe = ray.remote(num_cpus=0)(facts_of)
     facts = ray.get([describe.remote(table) for table in tables])
     blocks = [(number, rows) for number, (_, rows) in enumerate(facts) if rows]
     schema = facts[blocks[0][0] if blocks else 0][0]
@@ -75,7 +71,6 @@ class _BlockHolder:
         self._tables = tables
 
     def number(self) -> int:
-        """Returns the number of blocks."""
         return len(self._tables)
 
     def reference(self, block: int) -> list[Any]:
@@ -89,11 +84,7 @@ class RaySource(BlockSource):
     def __init__(
         self, schema: Any, holder: str, blocks: Sequence[tuple[int, int]], address: str, timeout_seconds: float
     ) -> None:
-        """Creates a source.
-
-        `holder` is the name of the actor that holds the tables, and of its namespace; `blocks` are the number in Ray
-        and the number of rows of each block.
-        """
+        """Creates a source of `blocks` (number in Ray, rows), which an actor holds; its namespace has the same name."""
         self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]
         self._holder, self._numbers, self._address = holder, [number for number, _ in blocks], address
         self._timeout = timeout_seconds
@@ -107,7 +98,6 @@ class RaySource(BlockSource):
         self._lock = threading.Lock()
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
-        """Returns the columns of a block; see `BlockSource.read`."""
         ray = import_library("ray", "holds the blocks", "ray")
         try:
             with self._lock:
@@ -129,12 +119,7 @@ class RaySource(BlockSource):
             thread.submit(ray.init, address=self._address, log_to_driver=False, configure_logging=False).result()
 
     def name_of(self, block: int) -> str:
-        """Returns the number of the block."""
         return f"block {self._numbers[block]} of the Ray dataset"
-
-
-def _facts(table: Any) -> tuple[Any, int]:
-    return table.schema.remove_metadata(), table.num_rows
 
 
 def _releasing(ray: Any, held: list[Any]) -> Callable[[], None]:

@@ -27,7 +27,6 @@ class Segment:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return self.stop - self.start
 
 
@@ -41,7 +40,6 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return sum(segment.rows for segment in self.segments)
 
 
@@ -77,14 +75,10 @@ def segments_of_streams(rows_of_blocks: Sequence[int], streams: int) -> list[tup
 
 
 def windows_of_epoch(segments: Sequence[Segment], stream: int, shuffled_rows: int, seed: int) -> list[Window]:
-    """Returns the windows of a stream in an epoch.
+    """Returns the windows of a stream, which has these segments, in the epoch of a seed of at least 0.
 
-    Args:
-        segments: The segments of the stream.
-        stream: Its number.
-        shuffled_rows: 0: rows come as they are, and each segment is a window. Else segments come in a random order, and
-            so many rows at least (fewer at the end) are a window whose rows come in a random order.
-        seed: The seed of the epoch, at least 0.
+    If `shuffled_rows` is 0, rows come as they are, and each segment is a window. Else segments come in a random order,
+    and so many rows at least (fewer at the end) are a window whose rows come in a random order.
 
     >>> windows = windows_of_epoch([Segment(0, 0, 2), Segment(1, 0, 3)], 0, shuffled_rows=9, seed=5)
     >>> [(window.start, window.rows, sorted(window.order.tolist())) for window in windows]
@@ -146,7 +140,8 @@ class BatchRows:
         [3, 2]
         """
         period = self.streams // math.gcd(self.batch_size, self.streams)
-        sizes = [sum(rows.stop - rows.start for rows in self._complete_ranges(first + step)) for step in range(period)]
+        ends = [(step * self.batch_size, (step + 1) * self.batch_size) for step in range(first, first + period)]
+        sizes = [sum(rows.stop - rows.start for rows in self._ranges(*rows_of_epoch)) for rows_of_epoch in ends]
         return sizes[:1] if len(set(sizes)) == 1 else sizes
 
     @property
@@ -161,9 +156,6 @@ class BatchRows:
         """Returns this worker's rows of a batch, in the order of the batch."""
         first = step * self.batch_size
         return self._ranges(first, min(first + self.batch_size, self.rows))
-
-    def _complete_ranges(self, step: int) -> list[RowRange]:
-        return self._ranges(step * self.batch_size, (step + 1) * self.batch_size)
 
     def _ranges(self, first: int, last: int) -> list[RowRange]:
         stream_ranges = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.arrow_import import import_arrow
+from tfdist.data.block_source import import_arrow
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,6 @@ def column_format(
     """Returns how a column of an Arrow type becomes a tensor.
 
     `dtype` and `shape` replace those of the type; `shape` is that of a row, for lists. `fill` replaces null.
-
-    Raises:
-        ValueError: No tensor can hold such values, or `shape` or `dtype` does not fit them.
     """
     types = import_arrow("pyarrow.types")
     values, natural_shape = _values_and_shape(kind)
@@ -52,9 +49,7 @@ def column_format(
 def to_array(values: Any, target: ColumnFormat, place: str, first_row: int = 0) -> np.ndarray:
     """Returns a column as an array of shape `[rows, *target.shape]`, without a copy where Arrow's memory permits.
 
-    Raises:
-        ValueError: A value is null, a list has another length, or a cast would change a value. The message names the
-            column, the block and the row.
+    Errors name the column, the block and the row.
     """
     array = _without_wrapping(values.combine_chunks())
     where = f"column {target.column!r} of {place}"
@@ -66,11 +61,7 @@ def to_array(values: Any, target: ColumnFormat, place: str, first_row: int = 0) 
 
 
 def infer_shape(column: str, values: Any, place: str) -> tuple[int, ...]:
-    """Returns the shape of the first row of lists of which none is null.
-
-    Raises:
-        ValueError: There is no such row.
-    """
+    """Returns the shape of the first row of lists that is not null."""
     first = next((row.as_py() for row in values if row.is_valid), None)
     sizes: list[int] = []
     while isinstance(first, list):
@@ -251,9 +242,6 @@ def chosen_dtype(column: str, dtype: Any, kind: Any, natural: Any) -> Any:
 
     >>> chosen_dtype("price", "float32", "double", np.dtype("float64"))
     dtype('float32')
-
-    Raises:
-        ValueError: It is no dtype of numbers, or the column holds strings.
     """
     try:
         chosen = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
@@ -269,11 +257,7 @@ def chosen_dtype(column: str, dtype: Any, kind: Any, natural: Any) -> Any:
 
 
 def check_fill(column: str, fill: Any, values: Any, kind: Any) -> None:
-    """Checks that a value fits a column whose nulls it replaces.
-
-    Raises:
-        ValueError: The type has no such value: 0.5 among integers.
-    """
+    """Checks that the type of a column whose nulls a value replaces has that value: not 0.5 among integers."""
     if fill is None:
         return
     arrow, types = import_arrow(), import_arrow("pyarrow.types")
@@ -294,9 +278,6 @@ def cast_values(values: np.ndarray, dtype: Any, where: str) -> np.ndarray:
 
     >>> cast_values(np.array([1.7, -2.0]), np.dtype("int8"), "column 'c'")
     array([ 1, -2], dtype=int8)
-
-    Raises:
-        ValueError: A value is outside of the range of an integer dtype, or no number.
     """
     if dtype.kind in _WHOLE and values.size and values.dtype.kind in _WHOLE + "f":
         limits = np.iinfo(dtype)

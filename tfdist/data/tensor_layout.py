@@ -70,11 +70,7 @@ def layout_of(
     shapes: Mapping[str, Sequence[int]] | None,
     fill: Mapping[str, Any] | None,
 ) -> BatchLayout:
-    """Returns the layout of batches; the arguments are those of `PartitionedData.dataset`.
-
-    Raises:
-        ValueError: A column does not exist, or no tensor can hold it; the message says what to do.
-    """
+    """Returns the layout of batches; the arguments are those of `PartitionedData.dataset`."""
     schema = source.schema
     if weight is not None and label is None:
         raise ValueError(
@@ -160,11 +156,6 @@ def _tensor(columns: Sequence[ColumnFormat]) -> TensorFormat:
 
 
 def _check_columns(schema: Any, names: Sequence[str], argument: str) -> None:
-    """Checks that columns exist.
-
-    Raises:
-        ValueError: A column does not exist, or exists twice.
-    """
     for name in names:
         if schema.names.count(name) != 1:
             raise ValueError(
@@ -174,11 +165,7 @@ def _check_columns(schema: Any, names: Sequence[str], argument: str) -> None:
 
 
 def _checked_keys(argument: str, values: Mapping[str, Any] | None, used: Sequence[str]) -> Mapping[str, Any]:
-    """Returns a dictionary by column.
-
-    Raises:
-        ValueError: A key is not a column that the dataset uses.
-    """
+    """Returns a dictionary whose keys are columns that the dataset uses."""
     unknown = sorted(set(values or {}) - set(used))
     if unknown:
         raise ValueError(

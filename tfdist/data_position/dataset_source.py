@@ -1,25 +1,33 @@
-"""A tf.data pipeline that `fit` draws from: what determines its order, and how to start in the middle.
+"""The tf.data pipelines that `fit` draws from: what determines their order, and how to start in the middle.
 
-Arrays, and the data of `tfdist.data`, are pipelines whose order is known better.
+Arrays, and the data of `tfdist.data`, are pipelines whose order is known better. Python generators, and datasets that
+the workers of parameter servers create, have no position.
 """
 
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_position.data_comparison import describe_elements
-from tfdist.data_position.position import Json
-from tfdist.data_position.python_randomness import PythonRandomness
-from tfdist.keras_internals.epoch_iterator import ARRAYS, DATASET, shuffle_argument
+from tfdist.data_position.position import Json, describe_elements
+from tfdist.data_position.python_randomness import PythonRandomness, global_states, set_global_states, states_equal
+from tfdist.data_position.read_ahead import ReadAhead
+from tfdist.keras_internals.epoch_iterator import (
+    ARRAYS,
+    DATASET,
+    GENERATOR,
+    data_kind,
+    shuffle_argument,
+)
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.distributed_datasets import distributed_alike, skip_steps
 from tfdist.tensorflow_internals.input_pipeline import (
     batch_size,
     batches_to_replay,
     create_unused_iterator,
+    distributed_alike,
     has_unseeded,
     is_per_worker,
     is_unordered,
@@ -27,25 +35,22 @@ from tfdist.tensorflow_internals.input_pipeline import (
     random_seeds,
     runs_python,
     share_a_shuffle,
+    skip_steps,
 )
 from tfdist.tensorflow_internals.runtime import global_seed, global_seed_for_functions
+from tfdist.utils.json_state import from_text
 
 _SEEDS = 1 << 31  # of the orders in which Keras shuffles arrays
 
 
 class DatasetSource:
-    """A tf.data pipeline, plain or distributed. Keras turns every kind of data into one, so this is the base class.
+    """A tf.data pipeline, plain or distributed. Keras turns every kind of data into one, so this is the base class."""
 
-    Attributes:
-        kind: The kind of data, in positions and error messages.
-        needs_unused_iterators: Whether the iterator that Keras creates at the end of an epoch, and often discards, must
-            be created: it advances the order of a shuffle.
-        has_exact_spec: Whether the shapes in `element_spec` hold for all batches, not only for those seen so far.
-    """
-
-    kind = DATASET
+    kind = DATASET  # in positions and error messages
+    # Whether the iterator that Keras creates at the end of an epoch, and often discards, must be created: it advances
+    # the order of a shuffle.
     needs_unused_iterators = True
-    has_exact_spec = True
+    has_exact_spec = True  # whether the shapes in `element_spec` hold for all batches, not only for those seen so far
 
     def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
         """Args as in `resumable_iterator.source_for`."""
@@ -79,13 +84,9 @@ class DatasetSource:
             )
 
     def order(self, drawn: int | None) -> Json:
-        """Returns what determines the next samples, beside the numbers of batches drawn.
+        """Returns what determines the next samples, beside the numbers of batches drawn, as values of `json_state`.
 
-        Args:
-            drawn: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
-
-        Returns:
-            Numbers, strings, arrays and structures of these.
+        `drawn` is the number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
         """
         python = None if self._python is None else self._python.states(within_pass=drawn is not None)
         return {"seeds": random_seeds(self.dataset), "python": python}
@@ -148,8 +149,7 @@ class DatasetSource:
     def replay_iterators(self, drawn: Sequence[int]) -> int:
         """Advances the order as iterators did from which these numbers of batches were drawn.
 
-        Returns:
-            The number of batches drawn for it.
+        Returns the number of batches drawn for it.
         """
         limit, total = self.batches_to_replay(), 0
         for number in drawn:
@@ -161,12 +161,10 @@ class DatasetSource:
         return total
 
     def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
-        """Restores the order for the next iterator.
+        """Restores the `order` of before the restart for the next iterator.
 
-        Args:
-            order: What `order` returned before the restart.
-            batches: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
-            within_epoch: Whether training resumes in the middle of an epoch.
+        `batches` were drawn from the iterator in use; `None` if the next epoch creates a new one. `within_epoch` says
+        whether training resumes in the middle of an epoch.
         """
         self._restored = order.get("python")
         if self._python is not None and self._restored is not None and batches is None:
@@ -268,3 +266,114 @@ class SelectableSource(DatasetSource):
     def _streams(self) -> int:
         original = selectable(self.dataset)
         return 1 if original is None else original.selection.streams
+
+
+class GeneratorSource(DatasetSource):
+    """A Python generator, or data of an unknown adapter: its batches can only be counted.
+
+    A Python generator may draw from the global generators of NumPy and Python, in a thread that reads ahead. So its
+    seen batches are drawn again from the states when the pass began, and the next one from the states before it.
+    """
+
+    needs_unused_iterators = False
+    has_exact_spec = False
+
+    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
+        super().__init__(adapter, dataset, strategy)
+        self._batches: Callable[[], Iterator[Any]] | None = None  # None: no Python generator
+        if self.kind == GENERATOR:
+            # Over the batches that Keras has drawn to see their shapes, and over all others.
+            stock: Callable[[], Iterator[Any]] = adapter.generator
+            self._batches, adapter.generator = stock, lambda: self._draw(stock)
+        self._rest: tuple[int, Iterator[Any]] | None = None
+        self._tracks_position = False
+        self._at_begin: Json = {}
+        self._before_next: Json = {}
+        self._ahead = ReadAhead()
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return data_kind(self.adapter)
+
+    def track_position(self, steps_per_epoch: int | None) -> None:
+        self._tracks_position = True
+
+    def order(self, drawn: int | None) -> Json:
+        if self._batches is None or drawn is None:
+            return {}
+        return {"at_begin": self._at_begin, "before": self._ahead.before(drawn)}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        if not any(drawn):
+            return
+        if not replay:
+            raise RuntimeError(
+                f"Training cannot resume: its data is a {self.kind}, which cannot be resumed in the middle. Received: "
+                f"{sum(drawn)} batches drawn before the restart. Expected: a tf.data.Dataset, a keras.utils.PyDataset "
+                "or arrays. Or allow `replay` (`replay_data=True` of FailureRecovery), which draws and discards the "
+                "same number of batches; the generator must then yield the same batches in every run."
+            )
+        if len(drawn) > 1:
+            raise RuntimeError(
+                f"The batches of a {self.kind} cannot be counted: {len(drawn)} iterators have drawn from it, each "
+                f"reading ahead. Received: {list(drawn)} batches. Expected: one iterator, by `steps_per_epoch` and an "
+                "endless generator. Use a tf.data.Dataset or a keras.utils.PyDataset instead."
+            )
+
+    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
+        """Draws the seen batches now: the caller then restores the states of the random generators."""
+        if self._batches is None or batches is None:
+            return
+        present = global_states()
+        set_global_states(order.get("at_begin", {}))
+        began, remaining_batches = global_states(), self._batches()
+        for _ in islice(remaining_batches, batches):
+            pass
+        ended = global_states()
+        set_global_states(present)
+        drawn = {name: state for name, state in ended.items() if not states_equal(began[name], state)}
+        before = {name: from_text(state) for name, state in order.get("before", {}).items()}
+        self._at_begin, self._before_next, self._rest = began, drawn | before, (batches, remaining_batches)
+
+    def iterator(self) -> Any:
+        self._at_begin = global_states()
+        self._ahead.clear()
+        return super().iterator()
+
+    def iterator_at(self, batches: int) -> Any:
+        if self._rest is None:
+            return super().iterator_at(batches)
+        set_global_states(self._before_next)
+        return iter(self.dataset)
+
+    def _draw(self, stock: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yields the batches of an iterator, in a thread of tf.data."""
+        (number, batches), self._rest = self._rest or (0, stock()), None
+        while True:
+            before = global_states() if self._tracks_position else {}
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if self._tracks_position:
+                self._ahead.record(number, before, global_states())
+            number += 1
+            yield batch
+
+
+class WorkerDatasetSource(GeneratorSource):
+    """Endless datasets that the workers of parameter servers create; they have no position.
+
+    Which worker draws how many batches depends on timing; after a restart the datasets start from the beginning.
+    """
+
+    kind = "data of workers"
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """There is nothing to compare."""
+
+    def replay_iterators(self, drawn: Sequence[int]) -> int:
+        return 0
+
+    def iterator_at(self, batches: int) -> Any:
+        return self.iterator()

@@ -19,7 +19,7 @@ from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import global_states, set_global_states, states_equal
 from tfdist.data_position.read_ahead import OWN, ReadAhead, copy_changes
-from tfdist.keras_internals.epoch_iterator import PY_DATASET, discard_read_ahead, has_workers, wrap_py_dataset
+from tfdist.keras_internals.epoch_iterator import PY_DATASET
 from tfdist.utils.json_state import from_text, to_text, unsupported_type
 
 AttributeOrders = dict[str, list[int]]  # by attribute: number of elements, hash of the elements, hash of their order
@@ -64,14 +64,10 @@ def reordered(one: AttributeOrders, other: AttributeOrders) -> list[str]:
 
 
 class PyDatasetHooks:
-    """Calls `on_epoch_begin` and `on_epoch_end` of a PyDataset.
-
-    Attributes:
-        calls: Number of calls of each of the two so far.
-    """
+    """Calls `on_epoch_begin` and `on_epoch_end` of a PyDataset."""
 
     def __init__(self, source: Any) -> None:
-        self.calls = [0, 0]
+        self.calls = [0, 0]  # number of calls of each of the two so far
         self._source = source
         self._tracks_position = self._is_repeating = False
         self._orders: AttributeOrders = {}
@@ -224,18 +220,12 @@ class PyDatasetView(keras.utils.PyDataset):
     A thread reads batches ahead of training. The state that reading a batch changes (the global generators of NumPy and
     Python, the data's `get_state()`) is kept as it was before each batch, so that the next batch of the training can be
     read again with the same result.
-
-    Attributes:
-        hooks: Calls the data's hooks.
-        state: The state of `random` before the order of this pass was drawn, as `random.getstate()` returns it; `None`
-            if the pass is not shuffled.
-        has_state: Whether the data has `get_state` and `set_state`.
     """
 
     def __init__(self, source: Any, shuffle: bool) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
         self.hooks = PyDatasetHooks(source)
-        self.state: Any = None
+        self.state: Any = None  # of `random` before the order of this pass was drawn; None if it is not shuffled
         self._source = source
         self._shuffle = shuffle and source.num_batches is not None
         self._order: list[int] | None = None
@@ -364,13 +354,14 @@ class PyDatasetSource(DatasetSource):
 
     def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
         super().__init__(adapter, dataset, strategy)
-        self._view = wrap_py_dataset(adapter, PyDatasetView)
+        self._view = adapter.py_dataset = PyDatasetView(adapter.py_dataset, adapter.shuffle)
+        adapter.shuffle = False  # the view shuffles itself
         self._first: tuple[int, Any] | None = None
 
     def track_position(self, steps_per_epoch: int | None) -> None:
         self._view.track_position()
         batches = self._view.num_batches
-        if has_workers(self.adapter) and batches is not None and (steps_per_epoch or batches) < batches:
+        if self.adapter.enqueuer is not None and batches is not None and (steps_per_epoch or batches) < batches:
             warnings.warn(
                 "The order of this PyDataset cannot be repeated: Keras stops its workers after every epoch, in the "
                 "middle of a pass over the data. After a restart some samples may be seen twice and others not at "
@@ -394,7 +385,11 @@ class PyDatasetSource(DatasetSource):
     def begin_epoch(self, number: int) -> None:
         first, self._first = self._first, None
         self._view.begin_pass(*(first or ()))
-        discard_read_ahead(self.adapter)
+        workers, data = self.adapter.enqueuer, self._view
+        if workers is not None:
+            # A pass that ended early, as one that builds the model, leaves batches in the queue, and perhaps a thread
+            # that still takes some.
+            self.adapter.enqueuer = type(workers)(data, data.workers, data.use_multiprocessing, data.max_queue_size)
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
         return 0

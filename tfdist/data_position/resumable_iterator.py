@@ -7,16 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.data_position.data_comparison import check_same_data
-from tfdist.data_position.dataset_source import ArraySource, DatasetSource, SelectableSource
-from tfdist.data_position.generator_source import GeneratorSource, WorkerDatasetSource
-from tfdist.data_position.position import Json, Position, logs_to_save
+from tfdist.data_position.dataset_source import (
+    ArraySource,
+    DatasetSource,
+    GeneratorSource,
+    SelectableSource,
+    WorkerDatasetSource,
+)
+from tfdist.data_position.position import Json, Position, check_same_data, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import (
     RunningFit,
     fit_validating_with,
     register_training_iterator,
+    running_fit,
     track_running_fits,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
@@ -29,18 +34,11 @@ _SOURCES: dict[str, type[DatasetSource]] = {
 
 @dataclass(frozen=True)
 class ResumeCost:
-    """What resuming at a position has cost.
+    """What resuming at a position has cost."""
 
-    Attributes:
-        iterators: Number of iterators created again, without the one in use.
-        batches: Number of seen batches that were read again or skipped.
-        seconds: Time for all of it, in seconds. Batches are skipped when the first epoch begins, so the time is
-            complete from the first `on_train_batch_begin`.
-    """
-
-    iterators: int = 0
-    batches: int = 0
-    seconds: float = 0.0
+    iterators: int = 0  # created again, without the one in use
+    batches: int = 0  # seen ones that were read again or skipped
+    seconds: float = 0.0  # batches are skipped when the first epoch begins, so complete from `on_train_batch_begin` on
 
 
 def patch_epoch_iterator() -> None:
@@ -67,19 +65,13 @@ def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: boo
     return _SOURCES.get(data_kind(adapter), GeneratorSource)(adapter, dataset, strategy)
 
 
+@dataclass
 class ValidationProgress:
-    """What has been drawn from the validation data of a `fit`.
+    """What has been drawn from the validation data of a `fit`."""
 
-    Attributes:
-        before: Number of batches drawn from each iterator before this `fit` resumed.
-        shares_a_shuffle: Whether its iterators advance the order of the training data.
-        iterator: Its epoch iterator; `None` until it exists.
-    """
-
-    def __init__(self, before: tuple[int, ...] = (), shares_a_shuffle: bool = False) -> None:
-        self.before = before
-        self.shares_a_shuffle = shares_a_shuffle
-        self.iterator: ResumableIterator | None = None
+    before: tuple[int, ...] = ()  # numbers of batches drawn from each iterator before this `fit` resumed
+    shares_a_shuffle: bool = False  # whether its iterators advance the order of the training data
+    iterator: "ResumableIterator | None" = None  # its epoch iterator, once it exists
 
     def drawn(self) -> tuple[int, ...]:
         """Returns the number of batches drawn from each iterator so far."""
@@ -126,10 +118,9 @@ class ResumableIterator(EpochIteratorMixin):
     def position(self, next_step: int, logs: Mapping[str, Any] | None = None) -> Position:
         """Returns the position after the steps made so far.
 
-        Args:
-            next_step: The next step of the epoch: `batch + 1` in `on_train_batch_end(batch)`, 0 in `on_epoch_end`.
-            logs: What `on_train_batch_end` received: numbers and arrays. Required if this was the epoch's last step
-                and a custom `train_step` logs anything other than its metrics.
+        `next_step` is the next one of the epoch: `batch + 1` in `on_train_batch_end(batch)`, 0 in `on_epoch_end`.
+        `logs` are those that `on_train_batch_end` received: numbers and arrays. They are required if this was the
+        epoch's last step and a custom `train_step` logs anything other than its metrics.
         """
         source = self._training_source()
         continues = next_step > 0 or (bool(self.steps_per_epoch) and self.has_iterator)
@@ -151,12 +142,9 @@ class ResumableIterator(EpochIteratorMixin):
         `start_at_epoch` sets the number of that epoch. May run the data's code (a PyDataset's hooks, batches drawn
         again), so restore the random generators of Python, NumPy and Keras afterwards.
 
-        Args:
-            position: Where to resume.
-            replay: Whether batches of a Python generator, which cannot be resumed in the middle, may be drawn and
-                discarded up to there. The generator must yield the same batches in every run.
-            same_workers: Whether the number of workers is the same as when the position was taken. If not, and each
-                worker has different data, a warning says what that means.
+        With `replay`, batches of a Python generator, which cannot be resumed in the middle, may be drawn and discarded
+        up to there: it must yield the same batches in every run. Without `same_workers`, the number of workers has
+        changed since the position was taken; if each worker has different data, a warning says what that means.
 
         Raises:
             ValueError: If the data, or the arguments of `fit`, are not those of the run to resume.
@@ -188,7 +176,7 @@ class ResumableIterator(EpochIteratorMixin):
     def reset(self) -> None:
         """Starts again, as Keras does before training; batches already drawn stay counted."""
         self._close()
-        super().reset()
+        super().reset()  # type: ignore[misc]
 
     def _data(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with this one."""
@@ -293,6 +281,31 @@ class ResumableIterator(EpochIteratorMixin):
             self.drop_iterator()  # the next epoch creates it
 
 
+def training_iterator(model: Any) -> ResumableIterator:
+    """Returns the training data of the running `fit` of `model`. Call this in `on_train_begin` or later.
+
+    The first call of a `fit` warns about data whose order another process cannot repeat.
+
+    Raises:
+        RuntimeError: If no `fit` of `model` runs in this thread, or it began before `patch_epoch_iterator`.
+    """
+    fit = _running_fit(model)
+    iterator: ResumableIterator = fit.iterator
+    iterator.track_position(fit)
+    return iterator
+
+
+def start_at_epoch(model: Any, epoch: int | None) -> None:
+    """Makes the running `fit` of `model`, and no later one, begin with `epoch`. Call this in `on_train_begin`.
+
+    With epoch 0 or `None`, `fit` begins with its `initial_epoch`.
+
+    Raises:
+        RuntimeError: If no `fit` of `model` runs in this thread, or it began before `patch_epoch_iterator`.
+    """
+    _running_fit(model).start_at_epoch(epoch)
+
+
 def _warn_of_resharding() -> None:
     warnings.warn(
         "The number of workers has changed since the checkpoint, and each worker reads different data: by files, or by "
@@ -302,3 +315,15 @@ def _warn_of_resharding() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _running_fit(model: Any) -> RunningFit:
+    fit = running_fit(model)
+    if fit is None or not isinstance(fit.iterator, ResumableIterator):
+        raise RuntimeError(
+            "The training data of a model is known only while `fit` runs. Received: a model "
+            f"({getattr(model, 'name', model)!r}) that is not being trained, or whose `fit` began before tfdist "
+            "patched Keras. Expected: a call in a callback, in `on_train_begin` or later, and "
+            "`patch_epoch_iterator()` before `fit`."
+        )
+    return fit

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import tfdist
-from tfdist.cluster import ClusterConfig
+from tfdist.cluster import ClusterConfig, Task
+from tfdist.utils.cores_and_ports import host_and_port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +28,9 @@ class CheckContext:
         """Address of each task, for example of `"worker 1"`: the workers by rank, then all other tasks."""
         if self.config is None:
             return {}
-        jobs = self.config.cluster.jobs
-        tasks = [str(task) for task in self.config.cluster.workers]
-        tasks += [f"{job} {index}" for job in jobs for index in range(len(jobs[job])) if f"{job} {index}" not in tasks]
-        return {task: jobs[job][int(index)] for task in tasks for job, _, index in [task.partition(" ")]}
+        cluster = self.config.cluster
+        others = (Task(job, index) for job, addresses in cluster.jobs.items() for index in range(len(addresses)))
+        return {str(task): cluster.address(task) for task in dict.fromkeys([*cluster.workers, *others])}
 
     @property
     def task(self) -> str:
@@ -62,12 +62,7 @@ def host_of(address: str) -> str:
     >>> host_of("[::1]:2222")
     '::1'
     """
-    return address.rpartition(":")[0].strip("[]").lower()
-
-
-def port_of(address: str) -> int:
-    """Returns the port of `"host:port"`."""
-    return int(address.rpartition(":")[2])
+    return host_and_port(address)[0].lower()
 
 
 def python_path(environ: Mapping[str, str]) -> str:

@@ -4,10 +4,16 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist.doctor.check_context import CheckContext, host_of, port_of
+from tfdist.doctor.check_context import CheckContext, host_of
 from tfdist.doctor.checkpoint_checks import check_checkpoints
 from tfdist.doctor.chief_task import ChiefTask
-from tfdist.doctor.library_checks import check_hash_seed, check_libraries, check_python, compare_versions
+from tfdist.doctor.library_checks import (
+    check_hash_seed,
+    check_libraries,
+    check_python,
+    check_tensorflow_start,
+    compare_versions,
+)
 from tfdist.doctor.link_checks import reachability_findings
 from tfdist.doctor.member_task import MemberTask, ReportSummary
 from tfdist.doctor.network_checks import (
@@ -21,7 +27,7 @@ from tfdist.doctor.network_checks import (
 )
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding, Report
 from tfdist.doctor.resource_checks import check_cores, check_memory, check_open_files, check_shared_memory
-from tfdist.doctor.tensorflow_checks import check_tensorflow_start
+from tfdist.utils.cores_and_ports import host_and_port
 
 Check = Callable[[CheckContext], list[Finding]]
 MACHINE_CHECKS: tuple[Check, ...] = (
@@ -69,12 +75,9 @@ def run_checks(
     clock: Callable[[], float] = time.time,
     findings: Sequence[Finding] = (),
 ) -> Report | ReportSummary:
-    """Checks this machine and, together with its peers, the cluster.
+    """Checks this machine and, with its peers, the cluster; returns a summary if its first task has the report.
 
     The report includes the earlier `findings`. `clock` returns the time of this machine, in seconds since 1970.
-
-    Returns:
-        The report, or its summary if the first task of the cluster has the report.
     """
     known = [finding.on(context.task) for finding in findings]
     if context.config is None or context.task not in context.addresses:
@@ -82,7 +85,7 @@ def run_checks(
         alone = Finding(OK, "peers", f"no cluster{which}: only this machine is checked", task=context.task)
         return Report(context, (*known, *run_machine_checks(context, checks), alone))
     address = context.addresses[context.task]
-    host, port = host_of(address), port_of(address)
+    host, port = host_of(address), host_and_port(address)[1]
     server: socket.socket | None = None
     try:
         server = listen(host, port)

@@ -72,11 +72,7 @@ def _room(context: CheckContext, directory: Path, free: int) -> Finding:
 
 @contextlib.contextmanager
 def marked(directory: Path) -> Iterator[str]:
-    """Creates a marker where the checkpoints will be, yields its name, and removes it.
-
-    Raises:
-        OSError: If the marker cannot be created.
-    """
+    """Creates a marker where the checkpoints will be, yields its name, and removes it; or raises an OSError."""
     marker = _existing(directory) / f"{_PREFIX}{secrets.token_hex(16)}"
     marker.touch(exist_ok=False)
     try:

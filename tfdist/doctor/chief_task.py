@@ -6,19 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.doctor.checkpoint_checks import marked
 from tfdist.doctor.compression_advice import advise
-from tfdist.doctor.library_checks import compare_versions
+from tfdist.doctor.library_checks import START_TIMEOUT_SECONDS, compare_versions
 from tfdist.doctor.link_checks import clock_findings, link_findings, reachability_findings
-from tfdist.doctor.link_measurement import LinkMeasurement
+from tfdist.doctor.link_measurement import TRANSFER_SECONDS, LinkMeasurement
 from tfdist.doctor.member_task import MemberTask
 from tfdist.doctor.peer_connections import Peer
-from tfdist.doctor.peer_server import TRANSFER_SECONDS
 from tfdist.doctor.report import ERROR, OK, Finding, Report
-from tfdist.doctor.tensorflow_checks import TIMEOUT_SECONDS
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.formatting import printable
 
 _ANSWER_SECONDS = 10.0
-_CHECKS_SECONDS = TIMEOUT_SECONDS + 60.0
+_CHECKS_SECONDS = START_TIMEOUT_SECONDS + 60.0
 _DIAL_SECONDS = 20.0
 _MEASURE_SECONDS = 6 * TRANSFER_SECONDS
 _PAUSE_SECONDS = 0.1

@@ -7,13 +7,12 @@ those of `docs/compression.md`, "Which one".
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from tfdist.doctor.link_measurement import LinkMeasurement
+from tfdist.doctor.link_measurement import LinkMeasurement, slowest_link
 from tfdist.planning.group_exchanges import wire_bytes
-from tfdist.planning.link_costs import Link, collective_seconds
+from tfdist.planning.link_costs import LinkSpeed, collective_seconds
 from tfdist.planning.measurements import EXCHANGE, GATHER, SUM, Collective
-from tfdist.utils.formatting import format_count, format_rate, format_seconds
+from tfdist.utils.formatting import format_rate, format_seconds
 
 MATRIX_SIDE = 1024
 """PowerSGD's payload depends on the shapes: the estimate is for square matrices of this side."""
@@ -26,8 +25,8 @@ _FAST, _GIGABIT, _SLOW = 1500 * _MBIT, 300 * _MBIT, 30 * _MBIT  # bytes per seco
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Estimate of one gradient exchange."""
+class ExchangeEstimate:
+    """One gradient exchange."""
 
     method: str  # a name for `compression=`, or `"uncompressed"`
     bytes_sent: int  # bytes that each worker sends
@@ -42,20 +41,9 @@ class Advice:
     workers: int
     bytes_per_second: float  # bandwidth of the slowest connection
     round_trip_seconds: float  # round trip of the slowest connection
-    exchanges: tuple[Exchange, ...]  # estimates of all methods, `"uncompressed"` first
+    exchanges: tuple[ExchangeEstimate, ...]  # estimates of all methods, `"uncompressed"` first
     suggestion: str | None  # a name for `compression=`; None: no compression
     reason: str  # why
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return dataclasses.asdict(self)
-
-    def headline(self) -> str:
-        """Returns a line that says what the estimates are for."""
-        return (
-            f"one exchange of {format_count(self.parameters)} parameters between {self.workers} workers at "
-            f"{format_rate(self.bytes_per_second)}, {format_seconds(self.round_trip_seconds)} per round trip"
-        )
 
 
 def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> Advice | None:
@@ -65,26 +53,13 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
     >>> advise(10_000_000, 2, [fast]).suggestion is None
     True
     """
-    measured = [link for link in links if link.bytes_per_second and link.bytes_per_second_back]
-    rates = [rate for link in measured for rate in (link.bytes_per_second, link.bytes_per_second_back) if rate]
-    if not rates or workers < 2:
+    link = slowest_link(links)
+    if link is None or workers < 2:
         return None
-    rate, round_trip = min(rates), max(link.round_trip_seconds for link in measured)
-    link = Link(rate, round_trip / 2)
-    exchanges = tuple(_estimate(method, parameters, workers, link) for method in _PAYLOADS)
-    suggestion, reason = _suggest(parameters, workers, rate, exchanges[0].seconds)
-    return Advice(parameters, workers, rate, round_trip, exchanges, suggestion, reason)
-
-
-def payload_bytes(method: str, parameters: int) -> int:
-    """Returns the size of the payload of a model's gradient.
-
-    Its parameters are in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
-
-    >>> payload_bytes("uncompressed", 1000), payload_bytes("bf16", 1000), payload_bytes("int8", 1024)
-    (4000, 2000, 1040)
-    """
-    return _PAYLOADS[method](parameters)
+    exchanges = tuple(_estimate(method, parameters, workers, link) for method in PAYLOAD_BYTES)
+    suggestion, reason = _suggest(parameters, workers, link.bytes_per_second, exchanges[0].seconds)
+    round_trip_seconds = 2 * link.latency_seconds
+    return Advice(parameters, workers, link.bytes_per_second, round_trip_seconds, exchanges, suggestion, reason)
 
 
 def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: float) -> tuple[str | None, str]:
@@ -108,10 +83,10 @@ def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: f
     return "topk:0.01", reason
 
 
-def _estimate(method: str, parameters: int, workers: int, link: Link) -> Exchange:
-    collectives = _collectives(method, payload_bytes(method, parameters), workers)
-    seconds = sum(collective_seconds(one.kind, one.nbytes, workers, link) for one in collectives)
-    return Exchange(method, math.ceil(wire_bytes(collectives, workers)), seconds)
+def _estimate(method: str, parameters: int, workers: int, link: LinkSpeed) -> ExchangeEstimate:
+    collectives = _collectives(method, PAYLOAD_BYTES[method](parameters), workers)
+    seconds = sum(collective_seconds(collective.kind, collective.nbytes, workers, link) for collective in collectives)
+    return ExchangeEstimate(method, math.ceil(wire_bytes(collectives, workers)), seconds)
 
 
 def _collectives(method: str, payload: int, workers: int) -> list[Collective]:
@@ -128,7 +103,8 @@ def _powersgd_bytes(parameters: int) -> int:
     return math.ceil(matrices * min(4 * 4 * 2 * side, 4 * side**2))
 
 
-_PAYLOADS: dict[str, Callable[[int], int]] = {
+# By method: the payload of the gradients of so many parameters in matrices of side `MATRIX_SIDE`, or in a smaller one.
+PAYLOAD_BYTES: dict[str, Callable[[int], int]] = {
     "uncompressed": lambda parameters: 4 * parameters,
     "bf16": lambda parameters: 4 * math.ceil(parameters / 2),
     "int8": lambda parameters: 260 * math.ceil(parameters / 256),

@@ -12,7 +12,7 @@ from tfdist.doctor.peer_connections import (
     TOKEN_VARIABLE,
 )
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.utils.formatting import format_rate, format_seconds
+from tfdist.utils.formatting import format_rate
 
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 _MAX_BANDWIDTH_RATIO = 3.0
@@ -34,9 +34,7 @@ _OTHER_REMEDY = (
 
 
 def reachability_findings(
-    missing: Mapping[str, Mapping[str, str]],
-    addresses: Mapping[str, str],
-    callers: Set[str] = frozenset(),
+    missing: Mapping[str, Mapping[str, str]], addresses: Mapping[str, str], callers: Set[str] = frozenset()
 ) -> list[Finding]:
     """Returns an error for each task that did not answer and each reason; without any, a finding that all answer.
 
@@ -75,7 +73,8 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
     ]
     if wrong:
         found = "; ".join(
-            f"{link.second} is {_offset(link)} {'ahead of' if link.clock_offset_seconds > 0 else 'behind'} {reference}"
+            f"{link.second} is {link.clock_offset_text} "
+            f"{'ahead of' if link.clock_offset_seconds > 0 else 'behind'} {reference}"
             for link in wrong
         )
         expected = f"clocks within {MAX_CLOCK_DIFFERENCE_SECONDS:g} s of each other"
@@ -85,14 +84,11 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
         )
         return [Finding(WARNING, "clocks", found, expected, remedy)]
     worst = max(reference_links, key=lambda link: abs(link.clock_offset_seconds))
-    return [Finding(OK, "clocks", f"at most {_offset(worst)} from that of {reference}")]
+    return [Finding(OK, "clocks", f"at most {worst.clock_offset_text} from that of {reference}")]
 
 
 def link_findings(links: Sequence[LinkMeasurement], hosts: Mapping[str, str]) -> list[Finding]:
-    """Finds connections between hosts that are much slower than the fastest one.
-
-    Connections within one of the `hosts` do not count.
-    """
+    """Finds connections between different `hosts` that are much slower than the fastest one."""
     rates = [
         (rate, first, second)
         for link in links
@@ -117,8 +113,3 @@ def link_findings(links: Sequence[LinkMeasurement], hosts: Mapping[str, str]) ->
     expected = "connections of about the same bandwidth: all workers wait for the slowest"
     remedy = "Check the cable, port and negotiated speed of that host (ethtool), and what else uses its connection."
     return [Finding(WARNING, "links", found, expected, remedy)]
-
-
-def _offset(link: LinkMeasurement) -> str:
-    offset, uncertainty = (format_seconds(abs(x)) for x in (link.clock_offset_seconds, link.clock_uncertainty_seconds))
-    return f"{offset} (± {uncertainty})"

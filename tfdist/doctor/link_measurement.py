@@ -4,13 +4,16 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from tfdist.doctor.peer_server import MAX_TRANSFER_BYTES, TRANSFER_SECONDS
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.formatting import format_seconds
 
+MAX_TRANSFER_BYTES = 2**28
+TRANSFER_SECONDS = 15.0
 _ECHOES = 50
 _ECHO_SECONDS = 5.0  # for all echoes, on a slow connection
 _FIRST_TRANSFER_BYTES = 2**16
@@ -33,11 +36,7 @@ class LinkMeasurement:
 
     @classmethod
     def from_json(cls, document: object) -> "LinkMeasurement":
-        """Reads what another task measured.
-
-        Raises:
-            ValueError: If the document is malformed.
-        """
+        """Reads what another task measured; raises a ValueError for anything else."""
         message = document if isinstance(document, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
         if not all(isinstance(message.get(name), str) for name in names[:2]):
@@ -48,20 +47,29 @@ class LinkMeasurement:
                 raise ValueError("not a measurement")
         return cls(message["first"], message["second"], **numbers)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return dataclasses.asdict(self)
+    @property
+    def clock_offset_text(self) -> str:
+        """How far the clocks differ, without a sign."""
+        return f"{format_seconds(abs(self.clock_offset_seconds))} (± {format_seconds(self.clock_uncertainty_seconds)})"
+
+
+def slowest_link(links: Iterable[LinkMeasurement]) -> LinkSpeed | None:
+    """Returns what an exchange over all of these waits for; None if no bandwidth was measured.
+
+    That is the smallest bandwidth of both directions, and half of the longest round trip, also of links of which only
+    that was measured.
+    """
+    measured = list(links)
+    rates = [rate for link in measured for rate in (link.bytes_per_second, link.bytes_per_second_back) if rate]
+    return LinkSpeed(min(rates), max(link.round_trip_seconds for link in measured) / 2) if rates else None
 
 
 def measure(
     first: str, second: str, connection: BlockingConnection, clock: Callable[[], float], *, with_bandwidth: bool
 ) -> LinkMeasurement:
-    """Measures the connection to a peer.
+    """Measures the connection to a peer; raises a ConnectionClosedError if that is gone or too slow.
 
     Measuring the bandwidth takes about a second, and most of the bandwidth.
-
-    Raises:
-        ConnectionClosedError: If the peer is gone or too slow.
     """
     round_trips: list[float] = []
     offset, shortest = 0.0, math.inf

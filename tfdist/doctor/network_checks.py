@@ -9,10 +9,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.doctor.check_context import CheckContext, host_of
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.utils.cores_and_ports import temporary_ports
+from tfdist.utils.cores_and_ports import listen_on_all_interfaces, temporary_ports
 from tfdist.utils.formatting import printable
 
 # gRPC uses the first proxy that is set (lower case only), except for the hosts in the first list that is set.
@@ -59,10 +58,7 @@ def check_own_address(context: CheckContext) -> list[Finding]:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Returns the addresses to which a name resolves, without duplicates, in the resolver's order.
-
-    Raises:
-        OSError: If the name does not resolve.
+    """Returns the addresses to which a name resolves, each once, in the resolver's order; raises an OSError for others.
 
     >>> addresses_of("127.0.0.1")
     ['127.0.0.1']
@@ -125,8 +121,7 @@ def check_proxy(context: CheckContext) -> list[Finding]:
 def bypasses_proxy(host: str, environ: Mapping[str, str]) -> bool:
     """Returns whether gRPC connects to `host` without the proxy.
 
-    A host bypasses the proxy if it ends with an entry of `no_grpc_proxy` (`no_proxy` if that is not set), or if it lies
-    in the subnet of an entry.
+    It does if the host ends with an entry of `no_grpc_proxy`, else of `no_proxy`, or lies in the subnet of an entry.
 
     >>> bypasses_proxy("node1.cluster", {"no_proxy": "localhost,.cluster"}), bypasses_proxy("10.0.0.7", {})
     (True, False)
@@ -165,8 +160,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens where TensorFlow's server will: on all interfaces, or on loopback for such a host.
 
-    Raises:
-        OSError: If the port is not available.
+    If the port is not available, it raises an OSError.
     """
     if host in _LOOPBACK:
         return socket.create_server(("127.0.0.1", port))
@@ -199,10 +193,7 @@ def taken_port(context: CheckContext, port: int, error: OSError) -> Finding:
 
 
 def holders_of(port: int, root: Path = Path("/")) -> list[str]:
-    """Returns the processes that listen on a TCP port, for example `"process 12 (python train.py)"`.
-
-    Processes that this user may not inspect are left out.
-    """
+    """Returns the processes on a TCP port that this user may inspect, as `"process 12 (python train.py)"`."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         for line in _read(root / "proc/net" / table).splitlines()[1:]:

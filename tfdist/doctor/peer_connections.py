@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from tfdist.cluster import ClusterSpec
-from tfdist.doctor.check_context import host_of, port_of
+from tfdist.doctor.check_context import host_of
 from tfdist.transport.blocking_connection import BlockingConnection, close_socket
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.transport_errors import (
@@ -21,6 +21,7 @@ from tfdist.transport.transport_errors import (
     TokenRejectedError,
     TransportError,
 )
+from tfdist.utils.cores_and_ports import host_and_port
 from tfdist.utils.formatting import printable
 
 PROTOCOL = 2
@@ -54,11 +55,7 @@ class TaskInfo:
 
     @classmethod
     def from_json(cls, document: object) -> "TaskInfo":
-        """Reads what another task sent.
-
-        Raises:
-            FrameError: If the document is malformed.
-        """
+        """Reads what another task sent; raises a FrameError for anything else."""
         message = document if isinstance(document, dict) else {}
         task, versions = message.get("task"), message.get("versions")
         if not isinstance(versions, dict) or len(versions) > _MAX_VERSIONS or not isinstance(task, str):
@@ -67,11 +64,7 @@ class TaskInfo:
         return cls(printable(task)[:40], printable(message.get("host", ""))[:255], shown)
 
     def exchange(self, connection: BlockingConnection, timeout_seconds: float) -> "TaskInfo":
-        """Sends this description and returns that of the other side.
-
-        Raises:
-            TransportError: If the other side does not answer, or the answer is malformed.
-        """
+        """Sends this description and returns that of the other side; without one it raises a TransportError."""
         connection.send(dataclasses.asdict(self), timeout_seconds)
         return self.from_json(connection.receive(timeout_seconds))
 
@@ -147,7 +140,6 @@ class PeerConnections:
 
     @property
     def answered(self) -> dict[str, Peer]:
-        """The tasks that have answered."""
         return {task: peer for task, peer in self.all.items() if peer.connection is not None}
 
     def close(self) -> None:
@@ -175,7 +167,7 @@ class PeerConnections:
         peer.reason = RESOLVING if peer.reason == NOT_TRIED else peer.reason
         host = host_of(peer.address)
         try:
-            opened = socket.create_connection((host, port_of(peer.address)), timeout=_CONNECT_SECONDS)
+            opened = socket.create_connection((host, host_and_port(peer.address)[1]), timeout=_CONNECT_SECONDS)
         except ConnectionRefusedError:
             return REFUSED
         except TimeoutError:

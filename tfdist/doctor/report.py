@@ -9,7 +9,15 @@ import tfdist
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.compression_advice import Advice
 from tfdist.doctor.link_measurement import LinkMeasurement
-from tfdist.utils.formatting import align_columns, counted, format_bytes, format_rate, format_seconds, printable
+from tfdist.utils.formatting import (
+    align_columns,
+    counted,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    printable,
+)
 
 OK, WARNING, ERROR = LEVELS = ("ok", "warning", "error")
 
@@ -23,11 +31,7 @@ _CHECK_COLUMNS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    >>> Finding("warning", "open files", "1024", "at least 4096", "ulimit -n 4096").to_json()["level"]
-    'warning'
-    """
+    """Result of a check, for example `Finding("warning", "open files", "1024", "at least 4096", "ulimit -n 4096")`."""
 
     # `"ok"`, `"warning"` (a training may run, but look at it) or `"error"` (a training fails, or does not run as
     # intended)
@@ -40,22 +44,13 @@ class Finding:
 
     @classmethod
     def from_json(cls, document: object) -> "Finding":
-        """Reads what another task sent; control characters are removed.
-
-        Raises:
-            ValueError: If the document is malformed.
-        """
+        """Reads what another task sent, without control characters; raises a ValueError for anything else."""
         if not isinstance(document, dict) or document.get("level") not in LEVELS:
             raise ValueError("not a finding")
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: printable(document.get(name, "")) for name in names})
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return dataclasses.asdict(self)
-
     def on(self, task: str) -> "Finding":
-        """Returns the same finding on `task`."""
         return dataclasses.replace(self, task=task)
 
 
@@ -72,12 +67,10 @@ class Report:
 
     @property
     def errors(self) -> int:
-        """Number of errors."""
         return sum(finding.level == ERROR for finding in self.findings)
 
     @property
     def warnings(self) -> int:
-        """Number of warnings."""
         return sum(finding.level == WARNING for finding in self.findings)
 
     @property
@@ -103,17 +96,14 @@ class Report:
             "errors": self.errors,
             "warnings": self.warnings,
             "cluster": cluster,
-            "findings": [finding.to_json() for finding in self.findings],
-            "links": [link.to_json() for link in self.links],
-            "compression": None if self.advice is None else self.advice.to_json(),
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "links": [dataclasses.asdict(link) for link in self.links],
+            "compression": None if self.advice is None else dataclasses.asdict(self.advice),
         }
 
 
 def to_text(report: Report) -> str:
-    """Returns the report.
-
-    The report shows all findings of this task, and of the other tasks those that are not ok: there may be many tasks.
-    """
+    """Returns all findings of this task, and of the others, which may be many, those that are not ok."""
     return "\n".join(_lines(report))
 
 
@@ -193,22 +183,28 @@ def _link_lines(links: Iterable[LinkMeasurement]) -> list[str]:
     for link in links:
         rates = (link.bytes_per_second, link.bytes_per_second_back)
         sign = "-" if link.clock_offset_seconds < 0 else ""
-        offset, uncertainty = map(format_seconds, (abs(link.clock_offset_seconds), link.clock_uncertainty_seconds))
         rows.append(
             [
                 f"  {link.first} - {link.second}",
                 *("-" if rate is None else format_rate(rate) for rate in rates),
                 format_seconds(link.round_trip_seconds),
-                f"{sign}{offset} (± {uncertainty})",
+                f"{sign}{link.clock_offset_text}",
             ]
         )
     return align_columns(rows)
 
 
 def _advice_lines(advice: Advice) -> Iterator[str]:
-    yield f"compression: {advice.headline()}"
+    rate, round_trip = format_rate(advice.bytes_per_second), format_seconds(advice.round_trip_seconds)
+    yield (
+        f"compression: one exchange of {format_count(advice.parameters)} parameters between {advice.workers} workers "
+        f"at {rate}, {round_trip} per round trip"
+    )
     rows = [["  method", "a worker sends", "takes at least"]]
-    rows += [[f"  {x.method}", format_bytes(x.bytes_sent), format_seconds(x.seconds)] for x in advice.exchanges]
+    rows += [
+        [f"  {exchange.method}", format_bytes(exchange.bytes_sent), format_seconds(exchange.seconds)]
+        for exchange in advice.exchanges
+    ]
     yield from align_columns(rows)
     name = "none" if advice.suggestion is None else f'compression="{advice.suggestion}"'
     text = f"suggested: {name}: {advice.reason}"

@@ -2,10 +2,10 @@
 
 import os
 import resource
+from pathlib import Path
 
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.report import OK, WARNING, Finding
-from tfdist.doctor.tensorflow_checks import nvidia_devices
 from tfdist.utils.cgroup_limits import available_memory_bytes
 from tfdist.utils.formatting import counted, format_bytes, format_count
 
@@ -71,3 +71,8 @@ def check_shared_memory(context: CheckContext) -> list[Finding]:
     expected = f"at least {format_bytes(_MIN_SHARED_BYTES)}: NCCL uses it for the exchange between the GPUs of a host"
     remedy = "docker run --shm-size=1g; in Kubernetes mount an emptyDir of medium Memory at /dev/shm."
     return [Finding(WARNING, "shared memory", found, expected, remedy)]
+
+
+def nvidia_devices(root: Path) -> list[str]:
+    """Returns the device files of NVIDIA GPUs, whether or not a program can use them."""
+    return sorted(file.name for file in (root / "dev").glob("nvidia[0-9]*"))

@@ -7,6 +7,7 @@ all workers' values of it are there.
 """
 
 import collections
+import contextlib
 import dataclasses
 import select
 import threading
@@ -18,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_text
-from tfdist.exchange.exchange_errors import ClosedExchangeError
-from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
-from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
+from tfdist.exchange.exchange_errors import HAS_LEFT, NO_MESSAGE, ClosedExchangeError, GroupFailure
+from tfdist.exchange.links import SEGMENT_BYTES, LinkBrokenError, WorkerLink
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.reused_memory import ReusedMemory
 from tfdist.utils.sum_copies import is_short_sum
@@ -49,7 +49,7 @@ class Channel:
         name: The name of the channel.
     """
 
-    def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure, name: str = "") -> None:
+    def __init__(self, rank: int, links: Sequence[WorkerLink | None], failure: GroupFailure, name: str = "") -> None:
         self.size, self.name = len(links), name
         self._rank, self._failure = rank, failure
         self._links = {link.peer: link for link in links if link is not None}
@@ -149,11 +149,7 @@ class Channel:
         return received
 
     def all_gather_bytes(self, data: bytes, limit: int = 2**24) -> list[bytes]:
-        """Returns the bytes of all workers, by rank, which may have different lengths.
-
-        Raises:
-            ValueError: A worker has more than `limit` bytes.
-        """
+        """Returns the bytes of all workers, by rank, which may have different lengths, at most `limit`."""
         lengths = self.all_gather(np.array([len(data)], np.int64))[:, 0]
         if lengths.max() > limit:
             raise ValueError(
@@ -188,55 +184,37 @@ class Channel:
             gathered[self._absent] = 0
         return gathered
 
-    def _call(self, kind: str, values: Array, root: int = 0) -> "_RunningCall":
-        return _RunningCall(self, kind, values, root)
+    @contextlib.contextmanager
+    def _call(self, kind: str, values: Array, root: int = 0) -> "Iterator[dict[int, _Transfer]]":
+        """Context of an exchange: its body describes the transfers with all peers, and its end runs them."""
+        with self._lock:
+            call = ExchangeCall(kind, root, self._number, shape_text(values.shape), values.dtype.name)
+            if self._is_closed:
+                self._failure.check()
+                raise ClosedExchangeError(str(call))
+            header, segment_bytes = call.encode(), _segment_bytes(values.nbytes)
 
-    def _check_rows(self, rows: Array) -> None:
-        if rows.ndim == 0 or rows.shape[0] != self.size:
-            raise ValueError(
-                f"An exchange of rows needs one row for each worker. Received: an array of shape {rows.shape}, and "
-                f"{self.size} workers. Expected: the number of workers as the first dimension."
-            )
+            def check(peer: int, received: memoryview) -> None:
+                if bytes(received) != header:
+                    peer_call = ExchangeCall.decode(received)
+                    if peer_call is None:
+                        self._failure.lost(peer, NO_MESSAGE)
+                    else:
+                        self._failure.mismatch({self._rank: str(call), peer: str(peer_call)})
+                self._failure.check()
 
+            transfers = {
+                peer: _Transfer(link, memoryview(header), check, segment_bytes) for peer, link in self._links.items()
+            }
+            yield transfers
+            self._failure.begins(self.name, call)
+            self._run(call, list(transfers.values()))
+            self._number += 1
+            self._failure.ends(self.name)
 
-class _RunningCall:
-    """Context of an exchange: its body describes the transfers with all peers, and its end runs them."""
-
-    def __init__(self, channel: Channel, kind: str, values: Array, root: int) -> None:
-        self._channel = channel
-        self._kind, self._root, self._values = kind, root, values
-
-    def __enter__(self) -> "dict[int, _Transfer]":
-        channel, values = self._channel, self._values
-        shape = shape_text(values.shape)
-        channel._lock.acquire()
-        self._call = ExchangeCall(self._kind, self._root, channel._number, shape, values.dtype.name)
-        if channel._is_closed:
-            channel._lock.release()
-            channel._failure.check()
-            raise ClosedExchangeError(str(self._call))
-        self._header = self._call.encode()
-        segment_bytes = _segment_bytes(values.nbytes)
-        self._transfers = {
-            peer: _Transfer(link, memoryview(self._header), self._check, segment_bytes)
-            for peer, link in channel._links.items()
-        }
-        return self._transfers
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        channel = self._channel
-        try:
-            if error is None:
-                channel._failure.begins(channel.name, self._call)
-                self._run(list(self._transfers.values()))
-                channel._number += 1
-                channel._failure.ends(channel.name)
-        finally:
-            channel._lock.release()
-
-    def _run(self, transfers: "list[_Transfer]") -> None:
-        channel, failure = self._channel, self._channel._failure
-        clock = ActiveClock(now=time.monotonic(), max_gap_seconds=max(channel._limit_seconds / 2, _LOOK_SECONDS))
+    def _run(self, call: ExchangeCall, transfers: "list[_Transfer]") -> None:
+        failure, limit = self._failure, self._limit_seconds
+        clock = ActiveClock(now=time.monotonic(), max_gap_seconds=max(limit / 2, _LOOK_SECONDS))
         failure.check()
         while transfers:
             has_progressed = False
@@ -247,31 +225,23 @@ class _RunningCall:
                     failure.lost_link(transfer.link.peer, str(error))
                     failure.check()
             if not has_progressed and not _can_progress(transfers, failure):
-                self._has_stalled([transfer.link.peer for transfer in transfers])
+                for peer in sorted(failure.left.intersection(transfer.link.peer for transfer in transfers)):
+                    failure.lost(peer, HAS_LEFT)
+                if self._has_common_order:
+                    failure.stalls(self.name)
+                failure.check()
             transfers = [transfer for transfer in transfers if transfer.outgoing or transfer.incoming]
-            if transfers and channel._limit_seconds and clock.advance(time.monotonic()) > channel._limit_seconds:
+            if transfers and limit and clock.advance(time.monotonic()) > limit:
                 late = [transfer for transfer in transfers if not transfer.has_begun] or transfers
-                failure.late([transfer.link.peer for transfer in late], channel._limit_seconds, str(self._call))
+                failure.late([transfer.link.peer for transfer in late], limit, str(call))
                 failure.check()
 
-    def _has_stalled(self, peers: list[int]) -> None:
-        failure = self._channel._failure
-        for peer in sorted(failure.left.intersection(peers)):
-            failure.lost(peer, HAS_LEFT)
-        if self._channel._has_common_order:
-            failure.stalls(self._channel.name)
-        failure.check()
-
-    def _check(self, peer: int, header: memoryview) -> None:
-        if bytes(header) == self._header:
-            self._channel._failure.check()
-            return
-        peer_call = ExchangeCall.decode(header)
-        if peer_call is None:
-            self._channel._failure.lost(peer, NO_MESSAGE)
-        else:
-            self._channel._failure.mismatch({self._channel._rank: str(self._call), peer: str(peer_call)})
-        self._channel._failure.check()
+    def _check_rows(self, rows: Array) -> None:
+        if rows.ndim == 0 or rows.shape[0] != self.size:
+            raise ValueError(
+                f"An exchange of rows needs one row for each worker. Received: an array of shape {rows.shape}, and "
+                f"{self.size} workers. Expected: the number of workers as the first dimension."
+            )
 
 
 @dataclasses.dataclass
@@ -285,7 +255,7 @@ class _Transfer:
     """The segments to send to one worker, and those to receive from it."""
 
     def __init__(
-        self, link: Link, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int
+        self, link: WorkerLink, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int
     ) -> None:
         self.link, self.segment_bytes = link, segment_bytes
         self.is_held = False  # what was received last is not added yet
@@ -339,14 +309,14 @@ class _OwnPart:
     """The part of an array that this worker adds up, segment by segment."""
 
     def __init__(
-        self, rank: int, transfers: dict[int, _Transfer], own: Array, total: Array, *, sends_sums: bool
+        self, rank: int, transfers: dict[int, _Transfer], part: Array, total: Array, *, sends_sums: bool
     ) -> None:
         self._rank, self._transfers = rank, transfers
-        self._own, self._total, self._sends_sums = own, total, sends_sums
-        self._step = next((transfer.segment_bytes for transfer in transfers.values()), SEGMENT_BYTES) // own.itemsize
+        self._own, self._total, self._sends_sums = part, total, sends_sums
+        self._step = next((transfer.segment_bytes for transfer in transfers.values()), SEGMENT_BYTES) // part.itemsize
         self._arrived: dict[int, dict[int, memoryview]] = collections.defaultdict(dict)
         if not transfers:
-            total[...] = own
+            total[...] = part
 
     def receive_from(self, peer: int) -> None:
         """Receives the values of `peer` for this part."""

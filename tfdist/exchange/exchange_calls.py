@@ -34,13 +34,6 @@ def differ_in_shape(calls: Collection[str]) -> bool:
 class ExchangeCall:
     """One exchange, as each worker describes it to the others.
 
-    Args:
-        kind: One of `KINDS`.
-        root: The rank that sends in a broadcast; else 0.
-        number: How many exchanges came before it on this channel.
-        shape: The shape of the values that each worker passes, as `shape_text` returns it.
-        dtype: The name of their dtype, at most 24 characters.
-
     >>> call = ExchangeCall("all-reduce", 0, 7, shape_text((20, 50)), "float32")
     >>> ExchangeCall.decode(call.encode()) == call
     True
@@ -55,7 +48,6 @@ class ExchangeCall:
     dtype: str
 
     def encode(self) -> bytes:
-        """Returns the header, of `HEADER_BYTES`."""
         return _FORMAT.pack(
             _MAGIC, KINDS.index(self.kind), self.root % 256, self.number, self.shape.encode(), self.dtype.encode()
         )

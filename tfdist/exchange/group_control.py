@@ -9,9 +9,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.exchange.exchange_calls import ExchangeCall
-from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, LateWorkerError, WorkerLostError
-from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
+from tfdist.exchange.exchange_errors import (
+    HAS_LEFT,
+    NO_MESSAGE,
+    ExchangeError,
+    ExchangeMismatchError,
+    GroupFailure,
+    LateWorkerError,
+    WorkerLostError,
+)
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
@@ -24,14 +30,9 @@ _LAST_VALUES_SECONDS = 2.0  # how long values of others may arrive after a worke
 class GroupControl:
     """Keeps an authenticated connection to each other worker, in one thread.
 
-    Every worker learns of a failure from the worker that noticed it and from the lost worker's closed connection, so
-    all raise the same error within a moment. A worker that is silent for too long counts as lost.
-
-    Args:
-        rank: The rank of this worker.
-        connections: The connections to the other workers, by rank. `close` closes them.
-        failure: The failure of the group.
-        silence_seconds: The time after which a worker that says nothing is lost.
+    Every worker learns of a failure from the worker that noticed it and from the lost worker's closed connection,
+    so all raise the same error within a moment. A worker that is silent for `silence_seconds` counts as lost.
+    `close` closes the connections, which are by rank.
     """
 
     def __init__(
@@ -50,7 +51,10 @@ class GroupControl:
         self._sending = threading.Lock()
         self._is_closed = False
         self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        failure.tell, failure.tell_stalled = self._tell, self._tell_stalled
+        failure.tell = lambda error: self._send_to_all(_described(error))
+        failure.tell_stalled = lambda channel, call: self._send_to_all(
+            {"stalled": channel, "number": call.number, "call": str(call)}
+        )
         self._thread = threading.Thread(target=self._serve, name="tfdist exchange control", daemon=True)
         self._thread.start()
 
@@ -65,9 +69,6 @@ class GroupControl:
         """Gives all workers the value of the first worker that proposes one under a key; returns that value.
 
         The worker of the lowest rank decides which proposal is the first.
-
-        Raises:
-            ExchangeError: A worker is lost.
         """
         if self._rank == self._lowest:
             self._take_first(key, value)
@@ -77,7 +78,6 @@ class GroupControl:
         return str(self.wait_for(key))
 
     def withdraw(self, key: str) -> None:
-        """Removes what was published under a key."""
         with self._changed:
             self._values.pop(key, None)
         self._send_to_all({"key": key})
@@ -92,8 +92,7 @@ class GroupControl:
     def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
         """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`.
 
-        Raises:
-            ExchangeError: A worker is lost, or has left and will publish nothing more.
+        An ExchangeError: a worker is lost, or has left and will publish nothing more.
         """
         failure, began = self._failure, time.monotonic()
 
@@ -201,12 +200,6 @@ class GroupControl:
             silence = self._active_seconds - self._heard[rank]
             if silence > self._silence_seconds:
                 self._failure.lost(rank, f"it has not answered for {silence:.0f} s: it is frozen, or its link is cut")
-
-    def _tell(self, error: ExchangeError) -> None:
-        self._send_to_all(_described(error))
-
-    def _tell_stalled(self, channel: str, call: ExchangeCall) -> None:
-        self._send_to_all({"stalled": channel, "number": call.number, "call": str(call)})
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
         self._send(self._connections, message)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.exchange.links import Link, SharedMemoryLink, SocketLink
+from tfdist.exchange.links import SharedMemoryLink, SocketLink, WorkerLink
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.nonblocking_connection import NonblockingConnection
@@ -33,7 +33,7 @@ from tfdist.transport.transport_errors import (
     TokenRejectedError,
     TransportError,
 )
-from tfdist.utils.cores_and_ports import naming_port
+from tfdist.utils.cores_and_ports import host_and_port, listen_on_all_interfaces, naming_port
 
 _HANDSHAKE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05
@@ -47,20 +47,13 @@ CONTROL = "control"
 
 @dataclasses.dataclass(frozen=True)
 class Encryption:
-    """TLS between workers: each proves its certificate to the other.
+    """TLS between workers: each proves its certificate to the other. All are paths of files in PEM."""
 
-    Args:
-        certificate: Path of this worker's certificate, in PEM.
-        key: Path of its private key.
-        authority: Path of the certificates that are trusted.
-    """
-
-    certificate: str
+    certificate: str  # of this worker
     key: str
-    authority: str
+    authority: str  # the certificates that are trusted
 
     def wrap(self, connection: socket.socket, *, is_server: bool) -> socket.socket:
-        """Returns the encrypted connection."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # addresses of workers change; the authority says who is a worker
         context.verify_mode = ssl.CERT_REQUIRED
@@ -80,38 +73,21 @@ class _Joined:
     descriptors: tuple[int, ...] = ()
 
     def close(self) -> None:
-        """Closes the connection and the descriptors that came over it."""
         self.connection.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 @dataclasses.dataclass
-class Group:
-    """The connections of a worker.
+class GroupConnections:
+    """The connections of a worker."""
 
-    Attributes:
-        control: The control connection to each other worker, by rank.
-        links: The links by channel, then by rank; `None` for this worker.
-    """
-
-    control: dict[int, NonblockingConnection]
-    links: dict[str, list[Link | None]]
+    control: dict[int, NonblockingConnection]  # the control connection to each other worker, by rank
+    links: dict[str, list[WorkerLink | None]]  # by channel, then by rank; None for this worker
 
 
 class GroupJoin:
-    """Joins a group of workers.
-
-    Args:
-        rank: The rank of this worker.
-        addresses: `host:port` of each worker, by rank.
-        credentials: What workers prove to each other.
-        channels: The names of the channels.
-        members: The ranks of the workers that join; by default all.
-        encryption: Encrypts connections between hosts, if given.
-        shares_memory: Whether workers of one host exchange by shared memory.
-        check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
-    """
+    """Joins a group of workers; the arguments are those of `Exchange`."""
 
     def __init__(
         self,
@@ -139,14 +115,8 @@ class GroupJoin:
         self._listeners: list[socket.socket] = []
         self._reasons: dict[int, str] = {}  # why a worker is missing
 
-    def join(self, timeout_seconds: float) -> Group:
-        """Connects with all workers.
-
-        Raises:
-            TimeoutError: Workers did not answer in time; the message names them and why.
-            OSError: The port of this worker is in use.
-            HandshakeError: A worker has another token or another description of the cluster.
-        """
+    def join(self, timeout_seconds: float) -> GroupConnections:
+        """Connects with all workers. Errors are those of `Exchange`."""
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
         lower = [member for member in self._members if member < self._rank]
@@ -194,7 +164,12 @@ class GroupJoin:
                 arrival.close()
                 if is_late:
                     return
-                raise _doubled(arrival.rank, self._addresses[arrival.rank])
+                raise HandshakeError(
+                    f"Two processes are worker {arrival.rank}. Received: connections of both as worker {arrival.rank} "
+                    f"at {self._addresses[arrival.rank]}, which prove the token. Expected: one process for each "
+                    "worker. Look for a process that an earlier run has left, or for the same index in the TF_CONFIG "
+                    "of two workers."
+                )
             if arrival.process != earlier.process or arrival.purpose == earlier.purpose:
                 joined.pop(place).close()
         joined[arrival.rank, arrival.purpose] = arrival
@@ -212,58 +187,52 @@ class GroupJoin:
                     self._start_dialer(rank)
 
     def _next(self, wanted: set[tuple[int, str]], joined: dict[tuple[int, str], _Joined]) -> _Joined:
-        deadline = self._deadline
-        arrival: _Joined | Exception | None = None
         next_check = time.monotonic() + _CHECK_SECONDS
-        while arrival is None and (seconds_left := deadline - time.monotonic()) > 0:
+        while (seconds_left := self._deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 arrival = self._joined.get(timeout=min(seconds_left, _LOOK_SECONDS))
-            if arrival is not None:
-                break
+                if isinstance(arrival, Exception):
+                    raise arrival
+                return arrival
             self._forget_lost(joined)
-            if self._check_missing is not None and next_check <= time.monotonic() < deadline:
+            if self._check_missing is not None and next_check <= time.monotonic() < self._deadline:
                 next_check = time.monotonic() + _CHECK_SECONDS
                 workers = sorted({rank for rank, _ in wanted - joined.keys()})
                 self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
-        if arrival is None:
-            missing_workers = "; ".join(
-                f"worker {rank} at {self._addresses[rank]} ({self._reasons.get(rank, 'it has not connected')})"
-                for rank in sorted({rank for rank, _ in wanted - joined.keys()})
-            )
-            raise TimeoutError(
-                f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from "
-                f"{missing_workers}. Expected: every worker creates its strategy in that time. Check the logs of the "
-                "missing workers, or allow more time with `tfdist run --start-timeout` or "
-                "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
-            )
-        if isinstance(arrival, Exception):
-            raise arrival
-        return arrival
+        missing_workers = "; ".join(
+            f"worker {rank} at {self._addresses[rank]} ({self._reasons.get(rank, 'it has not connected')})"
+            for rank in sorted({rank for rank, _ in wanted - joined.keys()})
+        )
+        raise TimeoutError(
+            f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from "
+            f"{missing_workers}. Expected: every worker creates its strategy in that time. Check the logs of the "
+            "missing workers, or allow more time with `tfdist run --start-timeout` or "
+            "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
+        )
 
-    def _group(self, joined: dict[tuple[int, str], _Joined]) -> Group:
+    def _group(self, joined: dict[tuple[int, str], _Joined]) -> GroupConnections:
         control = {
             rank: NonblockingConnection.continuing(arrival.connection)
             for (rank, purpose), arrival in joined.items()
             if purpose == CONTROL
         }
-        links: dict[str, list[Link | None]] = {name: [None] * len(self._addresses) for name in self._channels}
+        links: dict[str, list[WorkerLink | None]] = {name: [None] * len(self._addresses) for name in self._channels}
         for (rank, purpose), arrival in joined.items():
             if purpose == CONTROL:
                 continue
             if arrival.descriptors:
                 memory, *counters = arrival.descriptors
-                link: Link = SharedMemoryLink(rank, memory, counters, is_creator=rank < self._rank)
+                link: WorkerLink = SharedMemoryLink(rank, memory, counters, is_creator=rank < self._rank)
                 arrival.connection.close()
             else:
                 link = SocketLink(rank, arrival.connection.detach()[0])
             links[purpose][rank] = link
-        return Group(control, links)
+        return GroupConnections(control, links)
 
     # The side that accepts.
 
     def _listen(self) -> None:
-        host, port = _host_and_port(self._addresses[self._rank])
-        self._listeners.append(_server(host, port))
+        self._listeners.append(_server(*host_and_port(self._addresses[self._rank])))
         if self._local_name:
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             local.bind(self._local_name)
@@ -316,7 +285,6 @@ class GroupJoin:
             descriptors: tuple[int, ...] = ()
             if is_local:
                 descriptors = accepted.receive_descriptors(_DESCRIPTORS, _HANDSHAKE_SECONDS)
-            assert isinstance(rank, int)
             self._arrive(_Joined(rank, str(purpose), str(request.get("process")), accepted, descriptors))
         except (TransportError, OSError):
             connection.close()  # a stranger, or a worker that tries again
@@ -337,7 +305,7 @@ class GroupJoin:
         threading.Thread(target=self._dial, args=(peer,), name="tfdist exchange", daemon=True).start()
 
     def _dial(self, peer: int) -> None:
-        host, port = _host_and_port(self._addresses[peer])
+        place = host_and_port(self._addresses[peer])
         local = process = ""
         for purpose in (CONTROL, *self._channels):
             while not self._has_ended:
@@ -348,7 +316,7 @@ class GroupJoin:
                             break
                         except (TransportError, OSError):
                             local = ""  # another network namespace
-                    opened, answer = self._open(socket.create_connection((host, port), 5.0), peer, purpose)
+                    opened, answer = self._open(socket.create_connection(place, 5.0), peer, purpose)
                     if process and answer.get("process") != process:
                         opened.close()  # that worker was started again
                         self._start_dialer(peer)
@@ -406,19 +374,6 @@ def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
     )
 
 
-def _doubled(rank: int, address: str) -> HandshakeError:
-    return HandshakeError(
-        f"Two processes are worker {rank}. Received: connections of both as worker {rank} at {address}, which prove "
-        "the token. Expected: one process for each worker. Look for a process that an earlier run has left, or for "
-        "the same index in the TF_CONFIG of two workers."
-    )
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _server(host: str, port: int) -> socket.socket:
     """Listens on the address of this worker if it is numeric; on all interfaces if it is a name.
 
@@ -433,9 +388,7 @@ def _server(host: str, port: int) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-        has_both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if has_both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=_MAX_PENDING, dualstack_ipv6=has_both)
+        return listen_on_all_interfaces(port, backlog=_MAX_PENDING)
 
 
 def _host_identity() -> str:

@@ -8,6 +8,8 @@ import select
 import socket
 import ssl
 
+from tfdist.transport.nonblocking_connection import WOULD_BLOCK
+
 SEGMENT_BYTES = 2**19
 """The largest segment that is sent at once. It fits into the cache of a core, where the receiver adds it."""
 
@@ -21,23 +23,15 @@ class LinkBrokenError(ConnectionError):
     """The other worker is gone. The text is the cause."""
 
 
-class Link(abc.ABC):
-    """A stream of segments to and from one worker.
-
-    Args:
-        peer: The rank of the other worker.
-    """
+class WorkerLink(abc.ABC):
+    """A stream of segments to and from the worker of rank `peer`."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
 
     @abc.abstractmethod
     def send(self, segment: memoryview) -> bool:
-        """Sends as much of `segment` as possible. Call it with the same segment until it returns true.
-
-        Raises:
-            LinkBrokenError: The other worker is gone.
-        """
+        """Sends as much of `segment` as possible. Call it with the same segment until it returns true."""
 
     @abc.abstractmethod
     def receive(self, nbytes: int, into: memoryview | None = None) -> memoryview | None:
@@ -46,9 +40,6 @@ class Link(abc.ABC):
         Args:
             nbytes: At most `SEGMENT_BYTES`, all within one segment of the sender.
             into: Where to put the bytes. By default memory of the link, which is valid until `release`.
-
-        Raises:
-            LinkBrokenError: The other worker is gone.
         """
 
     @abc.abstractmethod
@@ -68,13 +59,8 @@ class Link(abc.ABC):
         """Closes, in a forked child, the connection by whose end the other worker notices the end of this one."""
 
 
-class SocketLink(Link):
-    """A link over a TCP connection, possibly encrypted.
-
-    Args:
-        peer: The rank of the other worker.
-        connection: A connected socket. `close` closes it.
-    """
+class SocketLink(WorkerLink):
+    """A link over a TCP connection, possibly encrypted. `close` closes the socket."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         super().__init__(peer)
@@ -87,7 +73,7 @@ class SocketLink(Link):
     def send(self, segment: memoryview) -> bool:
         try:
             self._sent += self._socket.send(segment[self._sent :])
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        except WOULD_BLOCK as error:
             self._note_retry(error)
         except OSError as error:
             raise _broken(error) from error
@@ -104,7 +90,7 @@ class SocketLink(Link):
                 if not count:
                     raise LinkBrokenError(_CLOSED)
                 self._received += count
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        except WOULD_BLOCK as error:
             self._note_retry(error)
             return None
         except OSError as error:
@@ -135,17 +121,12 @@ class SocketLink(Link):
             self._events_of_retry |= select.POLLOUT
 
 
-class SharedMemoryLink(Link):
+class SharedMemoryLink(WorkerLink):
     """A link between two workers of one host: slots of memory for each direction.
 
     The memory has no name, so nothing is left when the workers are killed. Counters of the kernel (`eventfd`) say how
-    many slots are full and how many are free; they also order the accesses to the memory.
-
-    Args:
-        peer: The rank of the other worker.
-        memory: The descriptor of `2 * MEMORY_BYTES`: the slots of the side that created it, then those of the other.
-        counters: Descriptors: full and free slots of the first half, full and free slots of the second half.
-        is_creator: Whether this side created the memory.
+    many slots are full and how many are free; they also order the accesses to the memory. `memory` and `counters` are
+    descriptors of `create`: first the slots and their counters of the side that created them.
     """
 
     MEMORY_BYTES = _SLOTS * SEGMENT_BYTES
@@ -155,20 +136,15 @@ class SharedMemoryLink(Link):
         self._descriptors = list(counters)
         self._memory = mmap.mmap(memory, 2 * self.MEMORY_BYTES)
         os.close(memory)  # the map has a duplicate
-        outgoing_start, incoming_start = (0, self.MEMORY_BYTES) if is_creator else (self.MEMORY_BYTES, 0)
         with memoryview(self._memory) as whole_memory:
-            starts = range(0, self.MEMORY_BYTES, SEGMENT_BYTES)
-            self._outgoing = [
-                whole_memory[outgoing_start + start : outgoing_start + start + SEGMENT_BYTES] for start in starts
-            ]
-            self._incoming = [
-                whole_memory[incoming_start + start : incoming_start + start + SEGMENT_BYTES] for start in starts
-            ]
-        own_counters, peer_counters = (counters[:2], counters[2:]) if is_creator else (counters[2:], counters[:2])
-        (self._sent_counter, self._free_counter), (self._full_counter, self._released_counter) = (
-            own_counters,
-            peer_counters,
+            starts = range(0, 2 * self.MEMORY_BYTES, SEGMENT_BYTES)
+            slots = [whole_memory[start : start + SEGMENT_BYTES] for start in starts]
+        first, second = (slots[:_SLOTS], counters[:2]), (slots[_SLOTS:], counters[2:])
+        (self._outgoing, own_counters), (self._incoming, peer_counters) = (
+            (first, second) if is_creator else (second, first)
         )
+        self._sent_counter, self._free_counter = own_counters
+        self._full_counter, self._released_counter = peer_counters
         self._free, self._full = _SLOTS, 0
         self._next_outgoing = self._next_incoming = 0
         self._offset = 0  # in the slot that is being received

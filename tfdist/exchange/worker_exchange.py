@@ -5,9 +5,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.exchange.channel import Channel
-from tfdist.exchange.exchange_errors import ExchangeError
+from tfdist.exchange.exchange_errors import ExchangeError, GroupFailure
 from tfdist.exchange.group_control import GroupControl
-from tfdist.exchange.group_failure import GroupFailure
 from tfdist.exchange.joining import Encryption, GroupJoin
 from tfdist.transport.handshake import Credentials
 
@@ -97,7 +96,6 @@ class Exchange:
         return self._failure.error
 
     def wait_for_failure(self) -> None:
-        """Waits until the exchange has failed."""
         self._failure.wait()
 
     def fail(self, cause: str) -> None:

@@ -5,10 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.model_state import components
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_variables import optimizers_of
+from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
+from tfdist.keras_internals.placed_variables import optimizer_and_loss_scale
 
 
 class Accumulation:
@@ -17,7 +16,7 @@ class Accumulation:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._outer = model.optimizer
-        self._optimizer, _ = optimizers_of(self._outer)
+        self._optimizer, _ = optimizer_and_loss_scale(self._outer)
 
     @property
     def strategy(self) -> Any:
@@ -41,13 +40,12 @@ class Accumulation:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The model's optimizer, and the inner one, if any."""
         return [self._outer] if self._outer is self._optimizer else [self._outer, self._optimizer]
 
     def update(self) -> OptimizerUpdate:
         """Returns an update of all trainable variables, for use in a replica context."""
         loss_scale = None if self._outer is self._optimizer else LossScale(self._outer)
-        return OptimizerUpdate(self._optimizer, self._trainable, loss_scale)
+        return OptimizerUpdate(self._optimizer, self._optimizer._trainable_variables, loss_scale)
 
     def leave_to_tfdist(self) -> None:
         """Prepares for tfdist's micro-steps after some of Keras' own; the step is traced again.
@@ -86,17 +84,13 @@ class Accumulation:
     def _micro_steps(self) -> int:
         return int(self._optimizer._iterations.numpy())
 
-    @property
-    def _trainable(self) -> list[Any]:
-        return list(self._optimizer._trainable_variables)
-
     def _add_accumulators(self) -> None:
         optimizer = self._optimizer
         variables_before = list(optimizer._variables)
         with self.strategy.scope(), keras.name_scope(optimizer.name):
             accumulators = [
                 optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
-                for variable in self._trainable
+                for variable in optimizer._trainable_variables
             ]
         optimizer._accumulated_gradients = accumulators
         # Keras creates them after the iterations, the learning rate and the averages, before the slots.

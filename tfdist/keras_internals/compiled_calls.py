@@ -1,4 +1,4 @@
-"""`jit_compile` under a strategy: XLA compiles the calls of layers and the losses of samples within a step."""
+"""`jit_compile` under a strategy: which models XLA compiles, and which calls of layers and losses in a step."""
 
 import contextlib
 import functools
@@ -15,18 +15,93 @@ from tfdist.keras_internals.keras_symbols import (
     is_in_layer_call,
     set_mask,
     stateless_scope,
+    supports_jit,
 )
+from tfdist.keras_internals.layer_calls import refilled
 from tfdist.keras_internals.model_introspection import bound_to
 from tfdist.patches import patch, replace
-from tfdist.strategy_hooks import StrategyHooks, hooks_of, of_running_step
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
+from tfdist.strategy_hooks import StrategyHooks, has_hooks, hooks_of, of_running_step
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.xla_functions import (
     CannotCompileError,
     call_compiled,
+    compiles_on_cpus,
     is_compiling,
     patch_random_numbers,
 )
 from tfdist.utils.temporary_values import setting_attributes
+
+# The steps of smaller models take a few milliseconds, and compiling takes seconds.
+_MIN_PARAMETERS = 1_000_000
+_ATTENTION = (
+    keras.layers.MultiHeadAttention,
+    keras.layers.GroupQueryAttention,
+    keras.layers.Attention,
+    keras.layers.AdditiveAttention,
+)
+_SLOWER = tuple(getattr(keras.layers, name) for name in dir(keras.layers) if "Conv" in name)
+
+
+class _Auto(int):
+    """What a model keeps for "auto". It is false, so Keras compiles nothing."""
+
+
+@patch
+def patch_auto_jit_compile() -> None:
+    """Makes `jit_compiles` decide on models that are compiled with "auto" under tfdist's strategies."""
+    resolve, get_config = TensorFlowTrainer._resolve_auto_jit_compile, TensorFlowTrainer.get_compile_config
+
+    @replace(TensorFlowTrainer, "_resolve_auto_jit_compile")
+    def resolve_later(self: Any) -> Any:
+        return _Auto() if has_hooks(self.distribute_strategy) else resolve(self)
+
+    @replace(TensorFlowTrainer, "get_compile_config")
+    def get_config_with_auto(self: Any) -> dict[str, Any]:
+        config = get_config(self)
+        return {**config, "jit_compile": "auto"} if config and isinstance(self.jit_compile, _Auto) else config
+
+
+def jit_compiles(model: Any, data: Any = None) -> bool:
+    """Whether XLA is to compile the steps of a built model: as `compile` says, for "auto" where it pays.
+
+    Under a strategy of `tfdist.strategies.planned()` the plan decides, for which steps of the program were measured.
+    Without a plan, by `benchmarks/xla.py`, it pays on CPUs for models with attention and without convolutions, of at
+    least a million trainable parameters. On GPUs nothing was measured. It never pays if the samples of `data`, a batch,
+    have no fixed shape: XLA compiles every shape by itself, for seconds.
+    """
+    if not isinstance(model.jit_compile, _Auto):
+        return bool(model.jit_compile)
+    shapes = [leaf.shape for leaf in tf.nest.flatten(data, expand_composites=True) if isinstance(leaf, tf.Tensor)]
+    if any(shape.rank is None or None in shape.as_list()[1:] for shape in shapes):
+        return False
+    if not compiles_on_cpus() or not supports_jit(model):
+        return False
+    plan = model.distribute_strategy.plan
+    if plan is not None:
+        return bool(plan.jit_compile)
+    layers = model._flatten_layers()
+    kinds = {kind for layer in layers for kind in (_ATTENTION, _SLOWER) if isinstance(layer, kind)}
+    return kinds == {_ATTENTION} and sum(map(_size, model.trainable_variables)) >= _MIN_PARAMETERS
+
+
+def jit_compiles_on_workers(model: Any) -> bool:
+    """Whether XLA is to compile what workers of parameter servers compute: as `compile` says; for "auto", as a plan.
+
+    Without a plan "auto" compiles nothing, as in Keras under parameter servers.
+    """
+    if not isinstance(model.jit_compile, _Auto):
+        return bool(model.jit_compile)
+    plan = model.distribute_strategy.plan
+    return plan is not None and bool(plan.jit_compile) and supports_jit(model)
+
+
+def rejects_xla(model: Any) -> bool:
+    """Whether the user has compiled the model with `jit_compile=False`."""
+    return not model.jit_compile and not isinstance(model.jit_compile, _Auto)
+
+
+def _size(variable: keras.Variable) -> int:
+    return tf.TensorShape(variable.shape).num_elements() or 0
 
 
 @patch
@@ -91,11 +166,8 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     updated: list[keras.Variable] = []
 
     def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        remaining = iter(tensors)
-        inner_args, inner_kwargs = keras.tree.map_structure(
-            lambda leaf: next(remaining) if is_symbolic(leaf) else leaf, (args, kwargs)
-        )
-        values = dict(zip(map(id, variables), remaining, strict=True))
+        inner_args, inner_kwargs = refilled((args, kwargs), is_symbolic, tensors)
+        values = dict(zip(map(id, variables), tensors[len(inputs) :], strict=True))
         for tensor, mask in zip(tensors, masks, strict=False):
             if mask is not None:
                 set_mask(tensor, mask)
@@ -107,7 +179,8 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
         results = _tensors(returned)
         updates = [] if inner is None else inner.updates()
         updated[:] = [variable for variable, _ in updates]
-        return [*results, *_masks(results), *(tf.stop_gradient(value) for _, value in updates)]
+        inner_masks = [mask for mask in map(get_mask, results) if mask is not None]
+        return [*results, *inner_masks, *(tf.stop_gradient(value) for _, value in updates)]
 
     before = [(list(flat_layer._losses), set(flat_layer._loss_ids)) for flat_layer in layers]
     read = layer.trainable_variables if layer is not None and scope is None else []
@@ -131,8 +204,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
             set_mask(output, next(results))
     for variable, value in zip(updated, results, strict=True):
         scope.add_update((variable, value))
-    remaining = iter(outputs)
-    return list(keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, returned))
+    return list(refilled(returned, tf.is_tensor, outputs))
 
 
 class _GivenValues(keras.StatelessScope):
@@ -191,7 +263,3 @@ def _can_leave(output: Any) -> bool:
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
     return [leaf for leaf in keras.tree.flatten(structure) if tf.is_tensor(leaf)]
-
-
-def _masks(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return [mask for mask in map(get_mask, tensors) if mask is not None]

@@ -4,21 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, trainer
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
-
-_EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
-for _method, _why in {
-    "_enumerate_iterator": "numbers the steps of an epoch from 0",
-    "_get_iterator": "creates the iterators",
-    "catch_stop_iteration": "surrounds the loop over an epoch",
-    "reset": "discards the iterator with which the model was built",
-}.items():
-    private(f"{_EPOCH_ITERATOR}.{_method}", _why)
-private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "chooses the logs of an epoch that callbacks get")
 
 # Keras 3.10 numbers an execution of several steps by its first step only, also for `on_train_batch_end`.
 _has_last_step = has_reached("keras", "3.11")
@@ -70,10 +60,6 @@ class EpochIteratorMixin:
         """
         return steps
 
-    def reset(self) -> None:
-        """Forgets the iterator in use, as Keras does before training."""
-        super().reset()  # type: ignore[misc]
-
     @property
     def dataset(self) -> Any:
         """The dataset that iterators are created from, distributed under a strategy."""
@@ -81,7 +67,6 @@ class EpochIteratorMixin:
 
     @property
     def strategy(self) -> Any:
-        """The strategy of the model."""
         return self._distribute_strategy
 
     @property
@@ -113,7 +98,7 @@ class EpochIteratorMixin:
 
     def _get_iterator(self) -> Any:
         factory = self.iterator_factory()
-        return super()._get_iterator() if factory is None else _Iterable(factory)  # type: ignore[misc]
+        return super()._get_iterator() if factory is None else factory()  # type: ignore[misc]
 
     def _enumerate_iterator(self) -> Iterator[Any]:
         steps = super()._enumerate_iterator()  # type: ignore[misc]
@@ -122,16 +107,6 @@ class EpochIteratorMixin:
         more = self.steps_per_execution - 1
         with_last = self.enumerate_steps((first, first + more, iterator) for first, iterator in steps)
         return ((first, iterator) for first, _, iterator in with_last)
-
-
-class _Iterable:
-    """Stands for a dataset; `iter()` calls `create`."""
-
-    def __init__(self, create: Callable[[], Any]) -> None:
-        self._create = create
-
-    def __iter__(self) -> Any:
-        return self._create()
 
 
 @patch
@@ -220,36 +195,3 @@ def data_kind(adapter: Any) -> str:
 def shuffle_argument(adapter: Any) -> Any:
     """Returns the `shuffle` that `fit` was given, for an adapter of arrays."""
     return adapter._shuffle
-
-
-def wrap_py_dataset(adapter: Any, wrap: Callable[[Any, bool], Any]) -> Any:
-    """Replaces an adapter's PyDataset by `wrap(py_dataset, shuffle)`, which shuffles itself, and returns it."""
-    wrapper = wrap(adapter.py_dataset, adapter.shuffle)
-    adapter.py_dataset, adapter.shuffle = wrapper, False
-    return wrapper
-
-
-def wrap_generator(adapter: Any, wrap: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> Callable[[], Any]:
-    """Makes each iterator over an adapter's Python generator draw from `wrap(stock)`; returns `stock`.
-
-    `stock` returns an iterator over the batches that Keras has drawn to see their shapes, and over all others.
-    """
-    stock: Callable[[], Iterator[Any]] = adapter.generator
-    adapter.generator = lambda: wrap(stock)
-    return stock
-
-
-def has_workers(adapter: Any) -> bool:
-    """Whether threads or processes read the batches of an adapter's PyDataset."""
-    return adapter.enqueuer is not None
-
-
-def discard_read_ahead(adapter: Any) -> None:
-    """Discards the batches that the workers of an adapter's PyDataset have read ahead.
-
-    A pass that ended early, as one that builds the model, leaves batches in the queue, and perhaps a thread that still
-    takes some.
-    """
-    if has_workers(adapter):
-        data = adapter.py_dataset
-        adapter.enqueuer = type(adapter.enqueuer)(data, data.workers, data.use_multiprocessing, data.max_queue_size)

@@ -11,15 +11,7 @@ import keras
 import numpy as np
 
 from tfdist.keras_internals.keras_symbols import trainer
-from tfdist.private_symbols import private, private_attributes
-
-# On the classes, though they are read through instances.
-for _path, _why in {
-    "keras.src.backend.tensorflow:Variable._map_aggregation": "creates a part of a variable as Keras creates the whole",
-    "keras.src.backend.tensorflow:Variable._map_synchronization": "as for _map_aggregation",
-    "keras.src.backend.tensorflow:Variable._convert_to_tensor": "converts what is assigned to a split slot",
-}.items():
-    private(_path, _why)
+from tfdist.private_symbols import private_attributes
 
 
 def _data() -> tuple[np.ndarray, np.ndarray]:
@@ -54,10 +46,6 @@ def _built_for_values(owner: Any) -> Any:
     return _built(owner, keras.ops.zeros((2, 1)), keras.ops.zeros((2, 1)))
 
 
-def _built_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
-    return _built(optimizer, [keras.Variable([0.0])])
-
-
 def _sequential() -> keras.Model:
     return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 
@@ -66,11 +54,6 @@ def _epoch_iterator() -> Any:
     model = _compiled()
     x, y = _data()
     return trainer.TFEpochIterator(x=x, y=y, batch_size=1, distribute_strategy=model.distribute_strategy)
-
-
-def _tensor_board() -> keras.callbacks.Callback:
-    # Its writers create the directory, but only when something is logged.
-    return keras.callbacks.TensorBoard(tempfile.gettempdir(), write_graph=False)
 
 
 def _exported() -> Any:
@@ -175,12 +158,12 @@ private_attributes(
         "_accumulated_gradients": "the accumulators, by variable",
         "_distribution_strategy": "the strategy under which it was created",
     },
-    lambda: _built_optimizer(keras.optimizers.SGD(use_ema=True, gradient_accumulation_steps=2)),
+    lambda: _built(keras.optimizers.SGD(use_ema=True, gradient_accumulation_steps=2), [keras.Variable([0.0])]),
 )
 private_attributes(
     "keras.optimizers:Nadam()",
     {"_u_product": "a state of no variable, equal on all replicas"},
-    lambda: _built_optimizer(keras.optimizers.Nadam()),
+    lambda: _built(keras.optimizers.Nadam(), [keras.Variable([0.0])]),
 )
 private_attributes(
     "keras:Variable()",
@@ -206,7 +189,10 @@ private_attributes(
     lambda: _epoch_iterator().data_adapter,
 )
 private_attributes(
-    "keras.callbacks:TensorBoard()", {"_writers": "the files to flush before a process is replaced"}, _tensor_board
+    "keras.callbacks:TensorBoard()",
+    {"_writers": "the files to flush before a process is replaced"},
+    # Its writers create the directory, but only when something is logged.
+    lambda: keras.callbacks.TensorBoard(tempfile.gettempdir(), write_graph=False),
 )
 private_attributes(
     "keras.export:ExportArchive()._tf_trackable",

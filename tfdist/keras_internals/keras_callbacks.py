@@ -1,6 +1,7 @@
-"""Keras' callbacks: wrapping their list, callbacks that know it or run last in it, and the state of Keras' own ones."""
+"""Keras' callbacks: wrapping their list, callbacks that know it or run last in it, the progress bar, saved state."""
 
 import functools
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -9,16 +10,13 @@ from typing import Any
 import keras
 
 from tfdist.patches import patch, replace
-from tfdist.private_symbols import private
+from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
 
-Wrapper = Callable[..., None]
-
-_MonitorCallback = private(
-    "keras.src.callbacks.monitor_callback:MonitorCallback",
-    "holds the direction in which a metric improves",
-    since="3.11",
-    before=(keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, keras.callbacks.ReduceLROnPlateau),
+_MONITORS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("EarlyStopping", "ModelCheckpoint", "OrbaxCheckpoint", "ReduceLROnPlateau")
+    if hasattr(keras.callbacks, name)
 )
 private(
     "keras.src.callbacks.monitor_callback:MonitorCallback._set_monitor_op",
@@ -48,10 +46,14 @@ _STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_should_write_train_graph",
     ),
 }
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_READ_SECONDS = 0.5  # how often a moving bar reads the counters
+# Older versions of the bar turn each value into a plain number, which cannot show its unit.
+_LABEL = "sent" if has_reached("keras", "3.12") else "sent_bytes_per_step"
 
 
 @patch
-def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
+def wrap_callback_list(method: str, wrapper: Callable[..., None]) -> None:
     """Wraps a method of all callback lists, also of those that exist. Adding the same wrapper again has no effect.
 
     Keras has no hook around all callbacks. The wrapper is called as `wrapper(call, callback_list, *args, **kwargs)`;
@@ -139,7 +141,7 @@ def state_attributes(callback: Any) -> tuple[str, ...]:
 
 def has_monitor_direction(callback: Any) -> bool:
     """Whether a callback that monitors a quantity has determined whether it should fall or rise."""
-    return isinstance(callback, _MonitorCallback) and getattr(callback, "monitor_op", None) is not None
+    return isinstance(callback, _MONITORS) and getattr(callback, "monitor_op", None) is not None
 
 
 def find_monitor_direction(callback: Any) -> None:
@@ -155,10 +157,96 @@ def open_files(callback: Any) -> list[Any]:
     """Returns the files that a callback of Keras has written to and not closed; each has a method `flush`."""
     if isinstance(callback, keras.callbacks.TensorBoard):
         return list(callback._writers.values())
-    if (
-        isinstance(callback, keras.callbacks.CSVLogger)
-        and callback.csv_file is not None
-        and not callback.csv_file.closed
-    ):
-        return [callback.csv_file]
-    return []
+    files = [callback.csv_file] if isinstance(callback, keras.callbacks.CSVLogger) else []
+    return [file for file in files if file is not None and not file.closed]
+
+
+class BytesPerStep(float):
+    """A number of bytes that formats itself in its largest unit, because Keras' bar shows only numbers.
+
+    >>> f"{BytesPerStep(1234567) / 1:.4f}"
+    '1.2 MB/step'
+    """
+
+    def __truediv__(self, other: Any) -> "BytesPerStep":
+        return BytesPerStep(float(self) / other)
+
+    def __format__(self, spec: str) -> str:
+        size, unit = next(((size, unit) for size, unit in _UNITS if self >= size), (1.0, "B"))
+        return f"{float(self) / size:.{0 if unit == 'B' else 1}f} {unit}/step"
+
+
+class CommunicationProgressBar(keras.callbacks.ProgbarLogger):
+    """Keras' bar with the bytes of gradients that a step sends; no other callback sees them."""
+
+    def __init__(self, sent_bytes: Callable[[], int | None]) -> None:
+        """Creates the bar; `sent_bytes` returns the number of bytes sent so far, `None` if they are not counted."""
+        super().__init__()
+        self._sent_bytes = sent_bytes
+        self._before: int | None = None
+        self._first = self._next = 0  # of this epoch: the first step of this `fit`, and the next step
+        self._per_step: BytesPerStep | None = None
+        self._read_at = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._before, self._per_step = self._sent_bytes(), None
+        self._first = self._next = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # Not at the end of a batch, which other threads may call while a step is traced.
+        self._first = batch if self._first < 0 else self._first
+        self._next = batch
+        if time.monotonic() - self._read_at >= _READ_SECONDS or self._per_step is None:
+            self._read()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._next = max(self._next, batch + 1)
+        super().on_train_batch_end(batch, self._with_size(logs))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._read()
+        super().on_epoch_end(epoch, self._with_size(logs))
+
+    def _read(self) -> None:
+        steps = self._next - self._first
+        if self._before is not None and steps > 0:
+            self._per_step = BytesPerStep(((self._sent_bytes() or 0) - self._before) / steps)
+            self._read_at = time.monotonic()
+
+    def _with_size(self, logs: Any) -> dict[str, Any]:
+        return {**(logs or {})} if self._per_step is None else {**(logs or {}), _LABEL: self._per_step}
+
+
+def patch_progress_bar() -> None:
+    """Makes `fit`, `evaluate` and `predict` show a `CommunicationProgressBar`, on the chief alone.
+
+    A `keras.callbacks.ProgbarLogger` in the user's list of callbacks is left unchanged: every worker shows it then.
+    """
+    wrap_callback_list("__init__", _create)
+
+
+def _create(
+    call: Callable[..., None],
+    callback_list: Any,
+    callbacks: Any = None,
+    add_history: bool = False,
+    add_progbar: bool = False,
+    model: Any = None,
+    **params: Any,
+) -> None:
+    strategy: Any = getattr(model, "distribute_strategy", None)
+    sent_bytes, bars = hooks_of(strategy).sent_bytes, keras.callbacks.ProgbarLogger
+    has_bar = any(isinstance(callback, bars) for callback in keras.tree.flatten(callbacks or []))
+    if not add_progbar or has_bar or sent_bytes is None:
+        return call(callbacks, add_history, add_progbar, model, **params)
+    is_chief = strategy.rank == 0
+    call(callbacks, add_history, is_chief, model, **params)
+    if is_chief:
+        bar = CommunicationProgressBar(functools.partial(sent_bytes, strategy))
+        bar.set_model(model)
+        bar.set_params(params)
+        callback_list.callbacks[:] = [
+            bar if type(callback) is bars else callback for callback in callback_list.callbacks
+        ]
+    return None

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.private_symbols import private
 
 # Updates of a variable that use its own slots alone, so that the order of the variables does not matter.
 _UPDATES = tuple(
@@ -77,16 +76,6 @@ def has_own_weight_decay(optimizer: Any) -> bool:
     return type(optimizer)._apply_weight_decay is not TFOptimizer._apply_weight_decay
 
 
-_OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
-
-for _path, _why in {
-    f"{_OPTIMIZER}._check_variables_are_known": "rejects variables for which an optimizer was not built",
-    f"{_OPTIMIZER}._filter_empty_gradients": "warns of variables without a gradient",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._clip_by_norm": "clips one gradient, where its variable is",
-}.items():
-    private(_path, _why)
-
-
 def positions_of_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
     """Returns the positions of the variables that have a gradient. Warns of the others, as Keras does.
 
@@ -134,3 +123,39 @@ def moved_average(optimizer: Any, average: Any, value: Any) -> tf.Tensor:
 def is_time_of_averages(optimizer: Any) -> tf.Tensor:
     """Whether the present update replaces the weights by their averages; it has an `ema_overwrite_frequency`."""
     return tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
+
+
+def exchanged_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that a built optimizer updates, whose values workers exchange.
+
+    Raises:
+        ValueError: If one of them is overwritten by its gradient, as the scales of float8.
+    """
+    variables = list(optimizer._trainable_variables)
+    overwritten = [variable for variable in variables if optimizer._overwrite_variable_with_gradient(variable)]
+    if overwritten:
+        raise ValueError(
+            "Local updates average weights, and this variable is the largest value of all replicas in each step. "
+            f"Received: {overwritten[0].path!r}, a scale of float8. Expected: another dtype policy, or "
+            "`mode=Synchronous()`."
+        )
+    return variables
+
+
+def moving_averages(optimizer: Any) -> list[Any]:
+    """Returns the moving averages of weights of a built optimizer, if it has any."""
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+def features_of_steps(optimizer: Any) -> list[str]:
+    """Returns the features of an optimizer that have no meaning if it updates by differences of weights.
+
+    >>> features_of_steps(keras.optimizers.SGD(1.0, use_ema=True)), features_of_steps(keras.optimizers.Adam())
+    (['use_ema'], [])
+    """
+    is_used = {
+        "LossScaleOptimizer": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        "gradient_accumulation_steps": bool(optimizer.gradient_accumulation_steps),
+        "use_ema": bool(optimizer.use_ema),
+    }
+    return [name for name, used in is_used.items() if used]

@@ -1,12 +1,52 @@
-"""LayerCall: one call of a layer or operation in the graph of a model."""
+"""Keras' layers: what they keep without a public name, a call in the graph of a model, and calls that are replaced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from tfdist.private_symbols import private
+
+# The attributes of a layer's instance exist since Keras 3.10; they cannot be looked up in its class.
+
+
+def kernel_of(layer: Any) -> keras.Variable:
+    """Returns the variable of the kernel of a Dense or EinsumDense, whose `kernel` is a value that LoRA may change."""
+    return layer._kernel
+
+
+def table_of(embedding: Any) -> keras.Variable:
+    """Returns the variable of an embedding's table, whose `embeddings` is a value that LoRA may change."""
+    return embedding._embeddings
+
+
+def projections_of(attention: Any) -> list[Any]:
+    """Returns the layers of an attention whose results have an axis of heads: query, key, value and, if any, gate."""
+    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
+    return [vars(attention)[name] for name in names if name in vars(attention)]
+
+
+def output_projection_of(attention: Any) -> Any:
+    """Returns the layer of an attention that joins the heads."""
+    return attention._output_dense
+
+
+def dropout_of(attention: Any) -> Any:
+    """Returns the layer that drops scores of an attention."""
+    return attention._dropout_layer
+
+
+def is_rematerialized(layer: Any) -> bool:
+    """Whether a layer is computed again in the backward pass."""
+    return bool(getattr(layer, "_remat_mode", None))
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    """Returns the layers inside of a layer, also those inside of these, without the layer itself."""
+    return list(layer._flatten_layers(include_self=False))
+
 
 _operation_fn = private("keras.src.models.functional:operation_fn", "passes `training` to a layer, as a model does")
 
@@ -67,6 +107,12 @@ def with_tensors(structure: Any, values: Mapping[int, Any]) -> Any:
     )
 
 
+def refilled(structure: Any, is_replaced: Callable[[Any], bool], values: Iterable[Any]) -> Any:
+    """Returns a structure with `values`, in their order, in place of the leaves for which `is_replaced` is true."""
+    remaining = iter(values)
+    return keras.tree.map_structure(lambda leaf: next(remaining) if is_replaced(leaf) else leaf, structure)
+
+
 def signature_of(inputs: Sequence[Any], calls: Sequence[LayerCall], outputs: Sequence[Any]) -> list[Any]:
     """Returns what calls compute, without `training` among their arguments, to compare two graphs of the same model."""
     numbers = {id(tensor): f"input {number}" for number, tensor in enumerate(inputs)}
@@ -92,3 +138,28 @@ def _constants(operation: Any) -> str:
 
 def _shown(leaf: Any) -> Any:
     return id(leaf) if isinstance(leaf, keras.Variable) else repr(leaf)
+
+
+@contextmanager
+def replaced_calls(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """In the body, each layer of `calls` computes by the given function, not its `call`, for inputs of any shape."""
+    specs = {layer: layer.input_spec for layer in calls}
+    try:
+        for layer, call in calls.items():
+            # Keras forbids `setattr` for built layers.
+            vars(layer).update(call=call, _input_spec=None)
+        yield
+    finally:
+        for layer, spec in specs.items():
+            vars(layer).pop("call", None)
+            vars(layer)["_input_spec"] = spec
+
+
+def initial_scope(variables: Any, values: Any) -> Any:
+    """Returns a `keras.StatelessScope` in which variables have values, also of other shapes, such as parts of them.
+
+    It collects losses.
+    """
+    scope = keras.StatelessScope(collect_losses=True)  # whose argument takes no other shapes
+    scope.state_mapping = {id(variable): value for variable, value in zip(variables, values, strict=True)}
+    return scope

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.keras_internals.placed_variables import held_variable, holding
 from tfdist.keras_internals.scheduled_training import is_seed_state
 from tfdist.private_symbols import private
 
@@ -49,17 +49,14 @@ class FunctionVariable(_BaseResourceVariable):  # type: ignore[misc, valid-type]
         self.is_assigned = False
 
     def assign(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a `tf.Variable`."""
         self.is_assigned = True
         return super().assign(*args, **kwargs)
 
     def assign_add(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a `tf.Variable`."""
         self.is_assigned = True
         return super().assign_add(*args, **kwargs)
 
     def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a `tf.Variable`."""
         self.is_assigned = True
         return super().assign_sub(*args, **kwargs)
 
@@ -145,18 +142,12 @@ class LocalCopies:
     def in_use(self) -> Iterator[None]:
         """Within this context the model's variables are the copies. A schedule of learning rates counts rounds."""
         optimizer = self._model.optimizer
-        originals = [(variable, variable._value) for variable, _, _ in self._copies.values()]
         rate = optimizer._learning_rate
-        try:
-            for variable, copy, _ in self._copies.values():
-                variable._value = copy
-            if self._rate is not rate:
-                object.__setattr__(optimizer, "_learning_rate", self._rate)
-            yield
-        finally:
-            for variable, original in originals:
-                variable._value = original
-            if self._rate is not rate:
+        with holding({key: (variable, copy) for key, (variable, copy, _) in self._copies.items()}):
+            try:
+                object.__setattr__(optimizer, "_learning_rate", self._rate)  # bypasses Keras' tracking of attributes
+                yield
+            finally:
                 object.__setattr__(optimizer, "_learning_rate", rate)
 
     def before_and_after(self, variable: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -169,7 +160,6 @@ class LocalCopies:
         return next(before for _, local_copy, before in self._copies.values() if local_copy is copy)
 
     def present(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns the present values of variables."""
         return [self._copies[id(variable)][1].read_value() for variable in variables]
 
     def changed(self) -> Mapping[tf.Variable, tuple[tf.Tensor, tf.Tensor]]:

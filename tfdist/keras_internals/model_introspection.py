@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
-from tfdist.tensorflow_internals.function_methods import inlined, python_function_of
+from tfdist.tensorflow_internals.xla_functions import inlined, python_function_of
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
@@ -87,11 +87,6 @@ def first_input(data: Any) -> Any:
     return next((leaf for leaf in keras.tree.flatten(inputs) if leaf is not None), None)
 
 
-def metric_variables(model: Any) -> list[keras.Variable]:
-    """Returns the variables of the model's metrics that are summed over the replicas when they are read."""
-    return [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
-
-
 def batch_statistics(model: Any) -> list[keras.Variable]:
     """Returns the moving means and variances of batch normalization layers that see only their replica's batches."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
@@ -154,12 +149,6 @@ def accepts_zeros(model: Any, data: Any) -> bool:
     layers = [] if model is None else model._flatten_layers()
     bases = {base.__name__ for layer in layers for base in type(layer).__mro__}
     return "RNN" in bases or any("Conv" in name for name in bases)
-
-
-def first_variable_outside(model: Any) -> keras.Variable | None:
-    """Returns the first variable of the model or its metrics that no strategy has distributed, if any."""
-    variables = [*model.variables, *model.metrics_variables]
-    return next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
 
 
 def is_made_under(optimizer: Any, strategy: Any) -> bool:

@@ -15,9 +15,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.sharded_optimizers import split_slots
 from tfdist.keras_internals.split_slot import SplitSlot
-from tfdist.private_symbols import private
-
-private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
 _PLAIN = (bool, int, float, str)
@@ -42,41 +39,23 @@ class ModelVariable:
 
 def model_variables(model: Any) -> list[ModelVariable]:
     """Returns all variables of `model`, except those of its metrics, each once."""
-    layer_variables: list[ModelVariable] = []
-    seen: set[int] = set()
+    unique: dict[int, ModelVariable] = {}
     listed = {id(part) for variable in model.variables for part in (variable, variable.value)}
     for position, layer in enumerate(model._flatten_layers()):
-        for kind, variables in (
-            (WEIGHT, layer._trainable_variables),
-            (STATE, layer._non_trainable_variables),
-            (SEED, [generator.state for generator in layer._seed_generators]),
+        # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
+        attributes = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
+        for kind, place, variables in (
+            (WEIGHT, "", layer._trainable_variables),
+            (STATE, "", layer._non_trainable_variables),
+            (SEED, "", [generator.state for generator in layer._seed_generators]),
+            (STATE, "own/", [variable for variable in attributes if id(variable) not in listed]),
         ):
             for index, variable in enumerate(variables):
-                if id(variable) not in seen:
-                    seen.add(id(variable))
-                    layer_variables.append(ModelVariable(kind, f"{position}.{type(layer).__name__}/{index}", variable))
-        # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
-        attribute_variables = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
-        for index, variable in enumerate(value for value in attribute_variables if id(value) not in listed):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                layer_variables.append(ModelVariable(STATE, f"{position}.{type(layer).__name__}/own/{index}", variable))
-    remaining_variables = [variable for variable in model.variables if id(variable) not in seen]
-    return layer_variables + [
-        ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(remaining_variables)
-    ]
-
-
-def metric_variables_by_key(model: Any) -> dict[str, Any]:
-    """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
-    variables_by_key: dict[str, Any] = {}
-    seen: set[int] = set()
-    for position, metric in enumerate(model.metrics):
-        for index, variable in enumerate(metric.variables):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                variables_by_key[f"{position}.{type(metric).__name__}/{index}"] = variable
-    return variables_by_key
+                key = f"{position}.{type(layer).__name__}/{place}{index}"
+                unique.setdefault(id(variable), ModelVariable(kind, key, variable))
+    remaining = [variable for variable in model.variables if id(variable) not in unique]
+    others = [ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(remaining)]
+    return [*unique.values(), *others]
 
 
 def components(strategy: Any, variable: Any) -> list[Any]:
@@ -90,11 +69,6 @@ def components(strategy: Any, variable: Any) -> list[Any]:
     if isinstance(value, tf.distribute.DistributedValues):
         return list(strategy.experimental_local_results(value))
     return [value]
-
-
-def path_of(variable: Any) -> str:
-    """Returns the name of a variable for messages."""
-    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:
@@ -117,11 +91,12 @@ def optimizers_of(model: Any) -> Iterator[Any]:
 
 def updating_optimizers(model: Any) -> list[Any]:
     """Returns those of `optimizers_of` that are built and update variables themselves, not by optimizers within."""
-    built_optimizers = [optimizer for optimizer in optimizers_of(model) if getattr(optimizer, "built", False)]
     return [
         optimizer
-        for optimizer in built_optimizers
-        if not hasattr(optimizer, "inner_optimizer") and not hasattr(optimizer, "optimizers")
+        for optimizer in optimizers_of(model)
+        if getattr(optimizer, "built", False)
+        and not hasattr(optimizer, "inner_optimizer")
+        and not hasattr(optimizer, "optimizers")
     ]
 
 
@@ -158,7 +133,6 @@ class OptimizerState:
 
     @property
     def kind(self) -> str:
-        """The class name."""
         return type(self._optimizer).__name__
 
     @property
@@ -188,7 +162,6 @@ class OptimizerState:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-steps made."""
         return int(self._optimizer._iterations.numpy())
 
     @property

@@ -1,16 +1,17 @@
-"""The parts of a Keras optimizer's update, and the patch that lets tfdist order them."""
+"""The parts of a Keras optimizer's update with its loss scale, and the patch that lets tfdist order them."""
 
 import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import (
     is_equal_on_replicas,
@@ -20,21 +21,85 @@ from tfdist.keras_internals.keras_updates import (
     settings,
 )
 from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
-from tfdist.keras_internals.variable_paths import unique_path
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import UpdateHooks, has_hooks, hooks_of
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
-from tfdist.tensorflow_internals.shared_functions import call_shared
-from tfdist.tensorflow_internals.shared_operations import shared_operations
+from tfdist.tensorflow_internals.shared_operations import call_shared, shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 from tfdist.utils.temporary_values import setting
 from tfdist.utils.weak_identity_map import WeakIdentityMap
 
+_paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+_loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
 LARGE_UPDATE = 200_000
-
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
+_of_stock_strategies: WeakIdentityMap[UpdateHooks] = WeakIdentityMap()
+
+
+def unique_path(strategy: Any, variable: Any) -> str:
+    """Returns the variable's path, with a number if another variable of the strategy has or had the same path."""
+    paths = _paths.setdefault(strategy, {})
+    base_path = str(getattr(variable, "path", None) or variable.name.partition(":")[0])  # a tf.Variable has a name only
+    for number in itertools.count():
+        path = f"{base_path}_{number}" if number else base_path
+        if path not in paths:
+            paths[path] = weakref.ref(variable)
+        # The path of a deleted variable is not used again, as compressors may hold state under it.
+        if paths[path]() is variable:
+            return path
+    raise AssertionError("unreachable")
+
+
+def variables_by_path(strategy: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns the variables that an optimizer updates, by `unique_path`; an empty dict if it is not built."""
+    return {unique_path(strategy, variable): variable for variable in getattr(optimizer, "_trainable_variables", ())}
+
+
+def current_loss_scale() -> "LossScale | None":
+    """Returns the loss scale of the update that is running, if its optimizer has one."""
+    return _loss_scale.get()
+
+
+class LossScale:
+    """The dynamic loss scale of a `keras.optimizers.LossScaleOptimizer`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The scale, a float32 scalar."""
+        return tf.convert_to_tensor(self._optimizer.dynamic_scale)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The scale, and the number of finite updates in a row."""
+        return [self._optimizer.dynamic_scale, self._optimizer.step_counter]
+
+    def update(self, finite: tf.Tensor) -> None:
+        """Doubles the scale after `dynamic_growth_steps` finite updates in a row and halves it after another."""
+        optimizer = self._optimizer
+        counter = tf.convert_to_tensor(optimizer.step_counter)
+        grown = tf.equal(counter, optimizer.dynamic_growth_steps - 1)
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        restarts = tf.logical_or(grown, tf.logical_not(finite))
+        optimizer.dynamic_scale.assign(self.value * factor)
+        optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
+
+
+def apply_scaled(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    """Is `LossScaleOptimizer.apply` where tfdist updates the variables.
+
+    The inner optimizer updates with `current_loss_scale()`, because an overflow on one replica is an overflow on all.
+    """
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(trainable_variables)
+        optimizer.built = True
+    with setting(_loss_scale, LossScale(optimizer)):
+        optimizer.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
 
 
 def reduced_gradients() -> contextlib.AbstractContextManager[None]:
@@ -46,39 +111,32 @@ class OptimizerUpdate:
     """The parts of one optimizer's update. Call each of them in a replica context."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], loss_scale: LossScale | None = None) -> None:
-        self._optimizer = optimizer
-        self._variables = list(variables)
+        self.optimizer = optimizer
+        self.variables = list(variables)
         self.loss_scale = loss_scale
-
-    @property
-    def optimizer(self) -> Any:
-        """The Keras optimizer."""
-        return self._optimizer
 
     @property
     def strategy(self) -> Any:
         """The strategy in whose scope the optimizer was created."""
-        return self._optimizer._distribution_strategy
+        return self.optimizer._distribution_strategy
 
     @property
     def paths(self) -> list[str]:
         """The paths of the variables, with a number if another variable of the strategy has or had the same path."""
-        return [unique_path(self.strategy, variable) for variable in self._variables]
+        return [unique_path(self.strategy, variable) for variable in self.variables]
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
-        """The shapes of the variables."""
-        return [tf.TensorShape(variable.shape) for variable in self._variables]
+        return [tf.TensorShape(variable.shape) for variable in self.variables]
 
     @property
     def servers_variables(self) -> list[tf.Variable]:
         """The `tf.Variable`s behind the variables."""
-        return [getattr(variable, "_value", variable) for variable in self._variables]
+        return [getattr(variable, "_value", variable) for variable in self.variables]
 
     @property
     def constrained_variables(self) -> list[Any]:
-        """The variables that have a constraint."""
-        return [variable for variable in self._variables if getattr(variable, "constraint", None) is not None]
+        return [variable for variable in self.variables if getattr(variable, "constraint", None) is not None]
 
     def constrain(self) -> None:
         """Applies the variables' constraints, as Keras does after an update."""
@@ -90,17 +148,12 @@ class OptimizerUpdate:
     def changed_variables(self) -> list[tf.Variable]:
         """The `tf.Variable`s that a step may read and that this update changes."""
         scale = [] if self.loss_scale is None else self.loss_scale.variables
-        return [*self.servers_variables, *(variable._value for variable in (self._optimizer._iterations, *scale))]
-
-    @property
-    def variables(self) -> list[Any]:
-        """The variables, as Keras knows them."""
-        return self._variables
+        return [*self.servers_variables, *(variable._value for variable in (self.optimizer._iterations, *scale))]
 
     @property
     def counter(self) -> tf.Variable:
         """The count of updates."""
-        return self._optimizer._iterations._value
+        return self.optimizer._iterations._value
 
     def count(self, updated: tf.Tensor) -> None:
         """Adds `updated`, a bool scalar, to the optimizer's count of updates."""
@@ -109,33 +162,33 @@ class OptimizerUpdate:
     @property
     def accumulation_steps(self) -> int:
         """Number of micro-steps of an update."""
-        return int(self._optimizer.gradient_accumulation_steps or 1)
+        return int(self.optimizer.gradient_accumulation_steps or 1)
 
     @property
     def accumulators(self) -> list[tf.Variable]:
         """The variables with the sums of this replica's gradients, one per trainable variable."""
-        optimizer = self._optimizer
-        indices = [optimizer._get_variable_index(variable) for variable in self._variables]
+        optimizer = self.optimizer
+        indices = [optimizer._get_variable_index(variable) for variable in self.variables]
         return [optimizer._accumulated_gradients[index].value for index in indices]
 
     @property
     def micro_steps(self) -> tf.Tensor:
         """Number of micro-steps before the present one."""
-        return tf.convert_to_tensor(self._optimizer._iterations)
+        return tf.convert_to_tensor(self.optimizer._iterations)
 
     def take_back(self, micro_steps: int) -> None:
         """Subtracts `micro_steps` from the count, for a skipped update."""
         self.strategy.extended.update(
-            self._optimizer._iterations.value,
+            self.optimizer._iterations.value,
             lambda count: count.assign_sub(tf.cast(micro_steps, count.dtype)),
             group=False,
         )
 
     def clip(self, gradients: Sequence[Any]) -> list[Any]:
         """Clips by the optimizer's `clipnorm`, `global_clipnorm` or `clipvalue`."""
-        if self._optimizer.clipvalue:
+        if self.optimizer.clipvalue:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        return list(self._optimizer._clip_gradients(list(gradients)))
+        return list(self.optimizer._clip_gradients(list(gradients)))
 
     def clip_and_apply(self, gradients: Sequence[Any], compiles: bool | None) -> None:
         """Clips, and updates the variables.
@@ -143,7 +196,7 @@ class OptimizerUpdate:
         XLA `compiles` clipping and updates, if no gradient is sparse. `None`: the updates of large variables alone, on
         CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
         """
-        if compiles and not self._optimizer.use_ema and all(map(is_symbolic, gradients)):
+        if compiles and not self.optimizer.use_ema and all(map(is_symbolic, gradients)):
             if call_compiled(self._clip_and_apply_tensors, gradients) is not None:
                 return
         self.apply(self.clip(gradients), compiles_large=compiles is None)
@@ -156,12 +209,15 @@ class OptimizerUpdate:
         large = self._update_large(gradients) if compiles_large else []
         remaining = [position for position in range(len(gradients)) if position not in large]
         if remaining or not large:
-            self._update([gradients[position] for position in remaining], [self._variables[p] for p in remaining])
+            self._update([gradients[position] for position in remaining], [self.variables[p] for p in remaining])
 
     def _update_large(self, gradients: Sequence[Any]) -> list[int]:
         """Updates large variables by XLA; returns the positions of those that were updated."""
-        large = self._large(gradients)
-        variables = [self._variables[position] for position in large]
+        if not is_of_each_variable(self.optimizer) or not compiles_on_cpus():
+            return []
+        sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
+        large = [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]
+        variables = [self.variables[position] for position in large]
 
         def update_large(*tensors: tf.Tensor) -> list[tf.Tensor]:
             self._update(tensors, variables)
@@ -177,7 +233,7 @@ class OptimizerUpdate:
 
     def apply(self, gradients: Sequence[Any], *, compiles_large: bool = False) -> None:
         """Decays the weights, and updates the variables and their moving averages."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         self.update(gradients, compiles_large=compiles_large)
         if optimizer.use_ema:
             optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
@@ -189,7 +245,7 @@ class OptimizerUpdate:
                 )
 
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if is_equal_on_replicas(optimizer) and call_shared(
             lambda traced_gradients: self._update_parts(traced_gradients, variables),
             list(gradients),
@@ -201,16 +257,9 @@ class OptimizerUpdate:
         self._update_parts(gradients, variables)
 
     def _update_parts(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        with reduced_gradients(), shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
-            self._optimizer._apply_weight_decay(variables)
-            self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
-
-    def _large(self, gradients: Sequence[Any]) -> list[int]:
-        """The positions of the gradients of large variables whose updates XLA can compile."""
-        if not is_of_each_variable(self._optimizer) or not compiles_on_cpus():
-            return []
-        sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
-        return [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]
+        with reduced_gradients(), shared_operations() if is_of_keras(self.optimizer) else contextlib.nullcontext():
+            self.optimizer._apply_weight_decay(variables)
+            self.optimizer._backend_update_step(list(gradients), variables, self.optimizer.learning_rate)
 
 
 def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -224,9 +273,6 @@ def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
     # A new thread is in no scope and no replica context, and traces nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(build).result()
-
-
-_of_stock_strategies: WeakIdentityMap[UpdateHooks] = WeakIdentityMap()
 
 
 def update_hooks(optimizer: Any) -> UpdateHooks | None:

@@ -1,22 +1,28 @@
-"""The update of a replica's own parts of variables by a Keras optimizer: decay, apply, average."""
+"""The update of what a replica owns by a Keras optimizer: parts of variables, or whole variables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_updates import is_of_each_variable, is_time_of_averages, moved_average
 from tfdist.keras_internals.model_state import components
-from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate
+from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate, reduced_gradients
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
 from tfdist.keras_internals.split_slot import SplitSlot, parts_of_replica
 from tfdist.keras_internals.updated_values import UpdatedValue
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.shared_operations import shared_operations
+from tfdist.tensorflow_internals.strategy_extended import without_merge_calls
+from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 
 Parts = Mapping[int, tf.Tensor]
 
 _MOST_COMPUTATIONS = 16  # XLA takes 30 to 50 ms to compile one.
+_READS = ("ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp")
 
 
 class PartUpdate:
@@ -27,33 +33,25 @@ class PartUpdate:
 
     def __init__(self, update: OptimizerUpdate, slots: SplitSlots, local_replica: int) -> None:
         """Updates the variables of `update` on a replica of this process."""
-        self._optimizer = update._optimizer
+        self._optimizer = update.optimizer
         self._strategy = update.strategy
         self._local_replica = local_replica
         replica = slots.sharding.first + local_replica
         self._spans = [slots.layout.spans(position)[replica] for position in range(len(slots.layout.sizes))]
         self._sizes = slots.layout.sizes
         self._rounded = set(slots.exact_weights)
-        self._exact = {
-            position: exact.parts[local_replica]
-            for position, exact in slots.exact_weights.items()
-            if self._owns(position)
-        }
+        exact_weights = [(position, exact) for position, exact in slots.exact_weights.items() if self._owns(position)]
+        self._exact = {position: exact.parts[local_replica] for position, exact in exact_weights}
         units = [unit.positions for unit in slots.layout.units]
         number = min(len(units), _MOST_COMPUTATIONS)
         self._computations = {
-            unit_position: index * number // len(units) for index, unit in enumerate(units) for unit_position in unit
+            position: index * number // len(units) for index, unit in enumerate(units) for position in unit
         }
         #: The positions of the variables that have a gradient.
-        self.positions = [self._optimizer._get_variable_index(variable) for variable in update._variables]
+        self.positions = [self._optimizer._get_variable_index(variable) for variable in update.variables]
         present = set(self.positions)
         #: The positions of those of which the replica owns a part, in the order in which they are exchanged.
-        self.owned = [
-            unit_position
-            for unit in units
-            for unit_position in unit
-            if unit_position in present and self._owns(unit_position)
-        ]
+        self.owned = [position for unit in units for position in unit if position in present and self._owns(position)]
 
     @property
     def changed(self) -> list[int]:
@@ -69,7 +67,6 @@ class PartUpdate:
 
     @property
     def has_split_accumulators(self) -> bool:
-        """Whether sums of gradients are split."""
         accumulators = self._optimizer._accumulated_gradients if self._optimizer.gradient_accumulation_steps else []
         return any(isinstance(accumulator, SplitSlot) for accumulator in accumulators)
 
@@ -126,7 +123,6 @@ class PartUpdate:
         return int(shape[0]) if shape.rank else None
 
     def dtype(self, position: int) -> tf.DType:
-        """The dtype of a variable."""
         return self._copy(position).dtype
 
     def _copy(self, position: int) -> tf.Variable:
@@ -192,13 +188,104 @@ class PartUpdate:
         if not optimizer.ema_overwrite_frequency:
             return values
         positions = list(averages)
-        present = [
-            values[averaged_position] if averaged_position in values else self.own_part(averaged_position)
-            for averaged_position in positions
-        ]
+        present = [values[place] if place in values else self.own_part(place) for place in positions]
         chosen = tf.cond(
             is_time_of_averages(optimizer),
             lambda: [tf.convert_to_tensor(averages[position]) for position in positions],
             lambda: present,
         )
         return dict(zip(positions, chosen, strict=True))
+
+
+class OwnedUpdate(PartUpdate):
+    """The update, by the optimizer's own methods, of the variables that one replica owns."""
+
+    def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
+        """Decays and updates the variables that the replica owns; see `PartUpdate.apply`. Values have whole shapes."""
+        positions = list(gradients)
+        shapes = [self._copy(position).shape for position in positions]
+        shaped = [tf.reshape(gradients[position], shape) for position, shape in zip(positions, shapes, strict=True)]
+        is_compiled = bool(compiles) and not self._optimizer.use_ema and bool(shaped)
+
+        for position in positions:
+            if position in self._exact:
+                self._copy(position).assign(self.own_part(position))
+
+        def update(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            self._update_variables(positions, inputs)
+            return []
+
+        if not is_compiled or call_compiled(update, shaped) is None:
+            update(*shaped)
+        values = {position: tf.convert_to_tensor(self._copy(position)) for position in positions}
+        return self._average(values) if self._optimizer.use_ema else values
+
+    def _as_part(self, position: int, value: tf.Tensor) -> tf.Tensor:
+        return value
+
+    def _update_variables(self, positions: Sequence[int], gradients: Sequence[tf.Tensor]) -> None:
+        """Calls the optimizer on each replica, also if it owns none, because Nadam counts in each update."""
+        optimizer = self._optimizer
+        variables = [optimizer._trainable_variables[position] for position in positions]
+        written = _watched(_shared_state(optimizer))
+        with parts_of_replica(self._local_replica), reduced_gradients(), without_merge_calls():
+            optimizer._apply_weight_decay(variables)
+            optimizer._backend_update_step(list(gradients), variables, optimizer.learning_rate)
+        if names := written():
+            raise ValueError(
+                "An optimizer whose state is sharded updates each variable on one replica. Received: an update by "
+                f"{type(optimizer).__name__} that changes {names[0]!r}, which belongs to no variable, so that "
+                "it would differ between replicas. Expected: `update_step` changes the variable and slots from "
+                "`add_variable_from_reference` or `add_optimizer_variables`. Create the strategy without "
+                "`shard_optimizer_state`."
+            )
+
+
+def _shared_state(optimizer: Any) -> list[Any]:
+    """Returns the variables of an optimizer that are not slots, except one that Keras changes equally everywhere."""
+    equal_everywhere = getattr(optimizer, "_u_product", None)
+    return [
+        candidate.value if isinstance(candidate, keras.Variable) else candidate
+        for candidate in (*optimizer._variables, *vars(optimizer).values())
+        if isinstance(candidate, keras.Variable | tf.Variable)
+        and not isinstance(candidate, SplitSlot)
+        and candidate is not equal_everywhere
+    ]
+
+
+def _watched(variables: Sequence[Any]) -> Callable[[], list[str]]:
+    """Returns a function that returns the names of those of some variables, which are small, that were changed since.
+
+    In a graph by the operations that have been added to it and take a variable but do not read it, eagerly by the
+    values of the variables, which may be distributed.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, FuncGraph):
+        pairs = [(variable, variable.numpy()) for variable in variables]
+        return lambda: [
+            variable.name for variable, before in pairs if not np.array_equal(variable.numpy(), before, equal_nan=True)
+        ]
+    first = len(graph.get_operations())
+
+    def written() -> list[str]:
+        names = {id(part.handle): variable.name for variable in variables for part in _parts(variable)}
+        writers = [operation for operation in graph.get_operations()[first:] if operation.type not in _READS]
+        used = {id(tensor) for writer in writers for tensor in writer.inputs}
+        handles = [_outermost(held, graph.outer_graph) for held, inner in graph.captures if id(inner) in used]
+        return [names[id(handle)] for handle in handles if id(handle) in names]
+
+    return written
+
+
+def _parts(variable: Any) -> Sequence[Any]:
+    return variable.values if isinstance(variable, tf.distribute.DistributedValues) else [variable]
+
+
+def _outermost(held: Any, graph: Any) -> Any:
+    """Returns the tensor of the program that a resource stands for which a function has captured."""
+    while isinstance(graph, FuncGraph):
+        outer = next((known for known, placeholder in graph.captures if placeholder is held), None)
+        if outer is None:
+            break
+        held, graph = outer, graph.outer_graph
+    return held

@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
+from tfdist.keras_internals.layer_calls import refilled
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import of_running_step
 
 _core = private("keras.src.backend.tensorflow:core", "rematerializes by a function that differentiates variables only")
-private("keras.src.backend.tensorflow.core:remat", "as above")
 _is_symbolic = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope", "whether only shapes are computed")
 
 
@@ -46,7 +46,7 @@ class _TracedCall:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._arguments = function, (args, kwargs)
-        self._tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if isinstance(leaf, tf.Tensor)]
+        self._tensors = list(filter(_is_tensor, keras.tree.flatten((args, kwargs))))
         self._masks = [get_mask(tensor) for tensor in self._tensors]
         self._scope = stateless_scope()
 
@@ -88,15 +88,12 @@ class _TracedCall:
             if mask is not None:
                 set_mask(tensor, next(waiting))
         before = dict(zip(self._keys, waiting, strict=True))
-        following = iter(tensors)
-        args, kwargs = keras.tree.map_structure(
-            lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._arguments
-        )
+        args, kwargs = refilled(self._arguments, _is_tensor, tensors)
         inner = keras.StatelessScope(collect_losses=True)
         inner.state_mapping = dict(before)
         with inner:
             self._outputs = self._function(*args, **kwargs)
-        outputs = [leaf for leaf in keras.tree.flatten(self._outputs) if isinstance(leaf, tf.Tensor)]
+        outputs = list(filter(_is_tensor, keras.tree.flatten(self._outputs)))
         masks = [get_mask(leaf) for leaf in outputs]
         self._has_mask = [mask is not None for mask in masks]
         changed = {key: value for key, value in inner.state_mapping.items() if value is not before.get(key)}
@@ -113,10 +110,7 @@ class _TracedCall:
             self._scope.state_mapping[key] = next(waiting)
         for _ in range(self._num_losses):
             self._scope.add_loss(next(waiting))
-        following = iter(outputs)
-        return keras.tree.map_structure(
-            lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._outputs
-        )
+        return refilled(self._outputs, _is_tensor, outputs)
 
 
 def _recomputed(function: Any, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -154,3 +148,7 @@ def _recomputed(function: Any, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor
 
 def _has_gradient(tensor: tf.Tensor) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor)

@@ -7,13 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-import keras
-
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER
-from tfdist.private_symbols import private
-
-private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "takes the logs of the epoch's last step")
 
 
 class RunningFit:
@@ -66,7 +60,8 @@ class RunningFit:
 
     def end(self) -> None:
         """Restores the model for the next `fit`."""
-        for function in self._at_end:
+        at_end, self._at_end = self._at_end, []  # functions that may refer to this `fit`, and so keep its model alive
+        for function in at_end:
             function()
         if self._initial_epochs:
             self.model._initial_epoch = self._initial_epochs[0]
@@ -104,10 +99,8 @@ def register_training_iterator(iterator: Any, arguments: Iterable[str]) -> bool:
 
 def fit_validating_with(iterator: Any) -> RunningFit | None:
     """Returns the `fit` in this thread whose validation data `iterator` iterates over."""
-    for running in reversed(_running.fits):
-        if getattr(running.model, "_eval_epoch_iterator", None) is iterator:
-            return running
-    return None
+    fits = reversed(_running.fits)
+    return next((running for running in fits if getattr(running.model, "_eval_epoch_iterator", None) is iterator), None)
 
 
 def running_fit(model: Any) -> RunningFit | None:
@@ -116,7 +109,7 @@ def running_fit(model: Any) -> RunningFit | None:
 
 
 def _on_train_begin(call: Callable[..., None], callback_list: Any, logs: Any = None) -> None:
-    model = _model_of(callback_list)
+    model = getattr(callback_list, "model", None)  # a custom loop may create the list without one
     for running in [running for running in _running.fits if running.model is model or running.iterator is None]:
         _end(running)  # an exception has ended it
     iterator = _running.newest_iterator()
@@ -134,7 +127,7 @@ def _on_train_end(call: Callable[..., None], callback_list: Any, logs: Any = Non
     try:
         call(logs)
     finally:
-        _end_fit_of(_model_of(callback_list))
+        _end_fit_of(getattr(callback_list, "model", None))
 
 
 def _end_fit_of(model: Any) -> None:
@@ -145,14 +138,6 @@ def _end_fit_of(model: Any) -> None:
 def _end(running: RunningFit) -> None:
     _running.fits.remove(running)
     running.end()
-
-
-def _model_of(callback_list: keras.callbacks.CallbackList) -> Any:
-    """Returns the model of the callbacks; `None` if a custom loop created the list without one."""
-    try:
-        return callback_list.model
-    except AttributeError:
-        return None
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,11 +1,20 @@
-"""How models are saved: complete files where several workers save to one path, and without all weights in memory."""
+"""Models, checkpoints, logs and backups that several workers write to one path: readers see complete files."""
 
+import inspect
 import os
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_callbacks import wrap_callback_list
+from tfdist.keras_internals.running_fit import callers, is_call
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
@@ -15,18 +24,20 @@ _saving = private("keras.src.saving:saving_lib", "writes a model into memory bef
 _hdf5 = private("keras.src.legacy.saving:legacy_h5_format", "writes `.h5` files")
 _files = private("keras.src.utils:file_utils", "creates directories for `ModelCheckpoint`")
 _prompts = private("keras.src.utils:io_utils", "asks before it overwrites a file")
-for _path, _why in {
-    "keras.src.saving.saving_lib:is_memory_sufficient": "whether it does so",
-    "keras.src.saving.saving_lib:save_model": "opens the file at once, which other workers write, too",
-    "keras.src.saving.saving_lib:save_weights_only": "likewise",
-    "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5": "likewise",
-    "keras.src.utils.file_utils:makedirs": "fails if another worker has just created the directory",
-    "keras.src.utils.io_utils:ask_to_proceed_with_overwrite": "asks also if another worker has just written the file",
-}.items():
-    private(_path, _why)
+_TrackableSaver = private(
+    "tensorflow.python.checkpoint.checkpoint:TrackableSaver", "writes the files of `tf.train.Checkpoint`"
+)
+_saved_model = private("tensorflow.python.saved_model:save", "writes SavedModels")
 
 # Takes a path, yields another one, and moves what was written there.
 Replacing = Callable[[str], AbstractContextManager[str]]
+
+# The attributes with the paths. `ModelCheckpoint` is not here: it saves models, as a program does.
+_PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
+_BACKUPS = {keras.callbacks.BackupAndRestore: "backup_dir"}
+_FIT = inspect.unwrap(keras.Model.fit).__code__
+_WRAPPERS = 6  # more than there are around the list of callbacks
+_REDIRECTED = "_tfdist_redirected"
 
 
 @patch
@@ -86,3 +97,148 @@ def patch_saving() -> None:
     def is_memory_sufficient(model: Any) -> bool:
         is_elsewhere = hooks_of(getattr(model, "distribute_strategy", None)).is_elsewhere
         return not is_elsewhere and bool(stock(model))
+
+
+@patch
+def patch_checkpoint_files(replacing: Replacing) -> None:
+    """Makes TensorFlow write eager checkpoints and SavedModels to a path beside the given one, and then replace it.
+
+    Call this once in a process that is one of several workers.
+    """
+    stock_save, stock_export = _TrackableSaver.save, _saved_model.save_and_return_nodes
+
+    @replace(_TrackableSaver, "save")
+    def save(self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_local(file_prefix) or not tf.executing_eagerly():
+            return stock_save(self, file_prefix, *args, **kwargs)
+        folder = os.path.dirname(os.fspath(file_prefix))
+        os.makedirs(folder or ".", exist_ok=True)
+        with replacing(os.fspath(file_prefix)) as unfinished:
+            written = stock_save(self, unfinished, *args, **kwargs).numpy().decode()
+        return tf.constant(os.path.join(folder, os.path.basename(written)))
+
+    @replace(_saved_model, "save_and_return_nodes")
+    def save_and_return_nodes(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_local(export_dir):
+            return stock_export(obj, export_dir, *args, **kwargs)
+        if variables := getattr(obj, "_all_variables", None):
+            obj._all_variables = sorted(variables, key=_creation)
+        path = os.path.realpath(export_dir)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with replacing(path) as unfinished:
+            return stock_export(obj, unfinished, *args, **kwargs)
+
+
+def _creation(variable: Any) -> int:
+    """Returns a number that increases with each variable that a process creates.
+
+    Keras exports variables in an order that differs between processes. The files of a SavedModel must fit together, of
+    whichever workers they are.
+    """
+    number = str(variable._unique_id).rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+class SharedPaths(NamedTuple):
+    """What the workers have exchanged about the paths of their callbacks.
+
+    Attributes:
+        elsewhere: The given paths that a worker with a lower rank writes.
+        has_backups: Whether a worker has a callback that restores a backup.
+    """
+
+    elsewhere: frozenset[str]
+    has_backups: bool
+
+
+# The exchanges of a strategy: the paths of a worker, and whether it has backups; the epoch and update that it begins.
+Share = Callable[[Any, Sequence[str], bool], SharedPaths]
+Compare = Callable[[Any, int, int], None]
+
+
+@patch
+def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compare: Compare) -> None:
+    """Lets one worker write to a path that callbacks of several workers have in `fit`.
+
+    The others write to a temporary directory, as they must take part in what a callback exchanges with all workers.
+    A backup is read by all of them.
+
+    Args:
+        has_workers: Whether a strategy is one of tfdist's with several workers.
+        share: Exchanges the paths with all workers, which call it.
+        compare: Raises an error if workers begin at different places.
+    """
+
+    def create(
+        call: Callable[..., None],
+        callback_list: Any,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        model: Any = None,
+        **params: Any,
+    ) -> None:
+        strategy = getattr(model, "distribute_strategy", None)
+        if has_workers(strategy) and _is_created_by_fit(model):
+            listed = keras.tree.flatten(callbacks or [])
+            for callback in listed:
+                _restore(callback)  # after a `fit` that an exception has ended
+            paths = {id(callback): _path_of(callback, _PATHS | _BACKUPS) for callback in listed}
+            has_backups = any(_path_of(callback, _BACKUPS) is not None for callback in listed)
+            shared = share(strategy, [path for path in paths.values() if path is not None], has_backups)
+            muted = [callback for callback in listed if paths[id(callback)] in shared.elsewhere]
+            for callback in muted:
+                if (path := _path_of(callback, _PATHS)) is not None:
+                    _redirect(callback, path)
+            vars(callback_list)[_REDIRECTED] = shared, muted
+        call(callbacks, add_history, add_progbar, model, **params)
+
+    def begin(call: Callable[..., None], callback_list: Any, logs: Any = None) -> None:
+        call(logs)
+        if _REDIRECTED not in vars(callback_list):
+            return
+        shared, muted = vars(callback_list)[_REDIRECTED]
+        model = callback_list.model
+        if shared.has_backups:
+            updates = 0 if model.optimizer is None else int(model.optimizer.iterations.numpy())
+            compare(model.distribute_strategy, int(model._initial_epoch or 0), updates)
+        for callback in muted:
+            if (path := _path_of(callback, _BACKUPS)) is not None:
+                _redirect(callback, path)
+
+    def end(call: Callable[..., None], callback_list: Any, logs: Any = None) -> None:
+        try:
+            call(logs)
+        finally:
+            for callback in vars(callback_list).pop(_REDIRECTED, (None, ()))[1]:
+                _restore(callback)
+
+    wrap_callback_list("__init__", create)
+    wrap_callback_list("on_train_begin", begin)
+    wrap_callback_list("on_train_end", end)
+
+
+def _is_created_by_fit(model: Any) -> bool:
+    return any(is_call(frame, _FIT, model) for frame in islice(callers(sys._getframe(1)), _WRAPPERS))
+
+
+def _path_of(callback: Any, attributes: dict[type, str]) -> str | None:
+    names = [name for known, name in attributes.items() if isinstance(callback, known)]
+    return os.fspath(getattr(callback, names[0])).rstrip("/") if names else None
+
+
+def _redirect(callback: Any, path: str) -> None:
+    """Replaces the path in all attributes of the callback that begin with it."""
+    folder = tempfile.TemporaryDirectory(prefix="tfdist-", ignore_cleanup_errors=True)
+    there = os.path.join(folder.name, os.path.basename(path))
+    before = {name: value for name, value in vars(callback).items() if isinstance(value, str | os.PathLike)}
+    before = {name: value for name, value in before.items() if f"{os.fspath(value)}/".startswith(f"{path}/")}
+    vars(callback).update({name: there + os.fspath(value)[len(path) :] for name, value in before.items()})
+    vars(callback)[_REDIRECTED] = folder, before
+
+
+def _restore(callback: Any) -> None:
+    if _REDIRECTED in vars(callback):
+        folder, before = vars(callback).pop(_REDIRECTED)
+        vars(callback).update(before)
+        folder.cleanup()

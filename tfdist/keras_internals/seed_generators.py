@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_internals.keras_symbols import global_attribute
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
@@ -17,9 +18,6 @@ _GLOBAL_NAME = private(
     before="global_seed_generator",
 )
 _create_global = private("keras.src.random.seed_generator:global_seed_generator", "creates the global seed generator")
-_get_global = private(
-    "keras.src.backend.common.global_state:get_global_attribute", "returns the global seed generator if it exists"
-)
 _set_global = private("keras.src.backend.common.global_state:set_global_attribute", "removes the global seed generator")
 
 _STRIDE = 0x9E3779B1  # odd, so that replicas differ in many bits (Knuth's multiplicative hashing)
@@ -52,7 +50,7 @@ def patch_seed_generators() -> None:
 
 def global_seed_generator() -> Any:
     """Returns the global generator; `None` if nothing has drawn from it yet."""
-    return _get_global(_GLOBAL_NAME)
+    return global_attribute(_GLOBAL_NAME)
 
 
 def make_global_seed_generator() -> None:

@@ -9,21 +9,10 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
-from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
-from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
 from tfdist.utils.weak_identity_map import WeakIdentityMap
-
-for _path, _why in {
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer.build": "does not tell which variables slots will be for",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer.add_variable_from_reference": "creates whole slots",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._track_variable": "lists the variables of an optimizer",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._var_key": "finds the slots of a variable",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._use_weight_decay": "whether a variable decays",
-}.items():
-    private(_path, _why)
 
 _ACCUMULATOR = "gradient_accumulator"  # where a replica sums its gradients, or those of all for its part
 
@@ -107,11 +96,6 @@ def split_slots(optimizer: Any) -> SplitSlots | None:
     """Returns the layout of the slots of an optimizer; `None` if they are whole, or if it has none."""
     slots = _split.get(optimizer)
     return slots if slots is not None and slots.is_used else None
-
-
-def split_slots_of(update: OptimizerUpdate) -> SplitSlots | None:
-    """Returns `split_slots` for the optimizer of an update."""
-    return split_slots(update._optimizer)
 
 
 @patch
@@ -220,13 +204,6 @@ def owns_whole_variables(optimizer: Any) -> bool | None:
         f"{type(optimizer).__name__}, which defines {method}: {_REPLACED[method]}. Expected: a class that defines "
         "`update_step`, `build` or `apply` alone. Create the strategy without `shard_optimizer_state`."
     )
-
-
-for _path, _why in {
-    "keras.src.callbacks.swap_ema_weights:SwapEMAWeights._tf_swap_variables": "adds to a `tf.Variable` of the average",
-    "keras.src.callbacks.swap_ema_weights:SwapEMAWeights._tf_finalize_ema_values": "assigns to it",
-}.items():
-    private(_path, _why)
 
 
 @patch

@@ -1,28 +1,16 @@
 """An optimizer's variable of which each replica holds a part, and the Keras optimizer's view of it."""
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import Variable
-from tfdist.private_symbols import private
-
-for _path, _why in {
-    "keras.src.backend.tensorflow:Variable._initialize_with_initializer": "creates a complete value for parts",
-    "keras.src.backend.tensorflow:Variable._serialize_to_tensors": "saves a `tf.Variable`, which a split slot is not",
-    "keras.src.backend.tensorflow:Variable._shared_name": "likewise names it",
-    "keras.src.backend.tensorflow:Variable._export_to_saved_model_graph": "likewise exports it",
-    "keras.src.backend.tensorflow:Variable._write_object_proto": "likewise",
-    "keras.src.backend.tensorflow:Variable._restore_from_tensors": "likewise restores it",
-}.items():
-    private(_path, _why)
-_ResourceVariable = private(
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable", "a plain variable, regardless of the strategy scope"
-)
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+from tfdist.utils.temporary_values import setting
 
 # The local replica whose part stands for the variable, while its update is computed.
 _replica: contextvars.ContextVar[int | None] = contextvars.ContextVar("tfdist_updating_replica", default=None)
@@ -30,14 +18,9 @@ _replica: contextvars.ContextVar[int | None] = contextvars.ContextVar("tfdist_up
 Gather = Callable[[Sequence[tf.Tensor], Sequence[int]], tf.Tensor]
 
 
-@contextlib.contextmanager
-def parts_of_replica(local_replica: int) -> Iterator[None]:
+def parts_of_replica(local_replica: int) -> AbstractContextManager[None]:
     """Makes split variables stand for their parts on a replica of this process."""
-    token = _replica.set(local_replica)
-    try:
-        yield
-    finally:
-        _replica.reset(token)
+    return setting(_replica, local_replica)
 
 
 def is_updating_parts() -> bool:
@@ -84,7 +67,7 @@ class SplitSlot(Variable):
         for device, (start, stop) in zip(self._devices, self._own_bounds, strict=True):
             with tf.init_scope(), tf.device(device):
                 part = tf.identity(self._part(flat, start, stop))
-                self._parts.append(_ResourceVariable(part, trainable=False, name=self.name))
+                self._parts.append(ResourceVariable(part, trainable=False, name=self.name))
         self._value = self._parts[0]
 
     def _part(self, flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
@@ -117,7 +100,6 @@ class SplitSlot(Variable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of `value`."""
         replica = _replica.get()
         return tf.TensorShape(self._shape) if replica is None else self._parts[replica].shape
 
@@ -139,7 +121,6 @@ class SplitSlot(Variable):
         return tf.reshape(self._gather([tf.reshape(part, [-1]) for part in self._parts], lengths), self._shape)
 
     def numpy(self) -> np.ndarray:
-        """Returns the whole value; see `read_value`."""
         return np.asarray(self.read_value().numpy())
 
     def assign(self, value: Any) -> Any:

@@ -6,14 +6,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer
 from tfdist.keras_internals.model_introspection import has_own_step
 from tfdist.patches import patch, replace
-from tfdist.private_symbols import private
 from tfdist.strategy_hooks import has_hooks, hooks_of
+from tfdist.tensorflow_internals.input_pipeline import type_of_first_part
 from tfdist.tensorflow_internals.rows_per_replica import batch_spec
-
-private(f"{BASE_TRAINER}._symbolic_build", "builds model, metrics and optimizer without a batch")
 
 _BUILD_ERRORS = (ValueError, TypeError, RuntimeError)
 
@@ -29,7 +27,7 @@ def declared_batch(element_spec: Any) -> Any:
     """
 
     def symbolic(spec: Any) -> Any:
-        spec = getattr(spec, "_value_specs", [spec])[0]  # of the first replica
+        spec = type_of_first_part(spec)
         if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
             return None  # a dataset without targets or weights
         return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)

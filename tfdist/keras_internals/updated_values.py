@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.private_symbols import private
 
@@ -37,30 +36,24 @@ class UpdatedValue:
 
     @property
     def device(self) -> str:
-        """Where the variable is."""
         return str(self._held.device)
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype of the variable."""
         return self.value.dtype
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of the value."""
         return self.value.shape
 
     def assign(self, value: Any) -> None:
-        """Replaces the values."""
         self.value = tf.cast(value, self.dtype)
         self.is_written = True
 
     def assign_add(self, value: Any) -> None:
-        """Adds to the values."""
         self.assign(tf.convert_to_tensor(self) + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtracts from the values."""
         self.assign(tf.convert_to_tensor(self) - tf.cast(value, self.dtype))
 
     def scatter_sub(self, rows: tf.IndexedSlices) -> None:
@@ -98,6 +91,5 @@ def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
 
 def update_step(optimizer: Any, gradient: Any, variable: UpdatedValue) -> None:
     """Decays and updates the value of a variable, in Keras' order."""
-    assert isinstance(optimizer, TFOptimizer)
     decay_weights(optimizer, [variable])
     optimizer.update_step(gradient, variable, optimizer.learning_rate)

@@ -1,13 +1,5 @@
 """`tfdist run`: starts workers, supervises them, restarts them, and reports why a run failed.
 
-- `cli`: the sub-commands `run`, `checkpoints` and `doctor`.
-- `processes`: worker processes, their output and heartbeats, and the supervisor.
-- `restart`: root causes, outcomes and the restart policy.
-- `rendezvous`: runs over several hosts.
-- `notebook`: `from_notebook`, which runs a function of a notebook on workers, and `plan_from_notebook`.
-- `engines`: `on_ray`, `on_spark` and `on_dask`, which run a function in the places that an engine gives.
-- `function_call`: the call of a function in new processes, below both.
-
 The launcher never imports TensorFlow; only warm spares do (`processes/warm_spare_main.py`). The entry point is
 `tfdist.launch.cli.main:main`; `python -m tfdist.launch` is the same.
 """
@@ -20,17 +12,17 @@ if TYPE_CHECKING:
     from tfdist.launch.engines.on_ray import on_ray as on_ray
     from tfdist.launch.engines.on_spark import on_spark as on_spark
     from tfdist.launch.function_call.worker_results import WorkerError as WorkerError
-    from tfdist.launch.notebook.from_notebook import from_notebook as from_notebook
-    from tfdist.launch.notebook.plan_from_notebook import plan_from_notebook as plan_from_notebook
+    from tfdist.launch.notebook import from_notebook as from_notebook
+    from tfdist.launch.notebook import plan_from_notebook as plan_from_notebook
 
 # Imported late, so that the command line and the workers load only what they need.
 _MODULES = {
     "WorkerError": "function_call.worker_results",
-    "from_notebook": "notebook.from_notebook",
+    "from_notebook": "notebook",
     "on_dask": "engines.on_dask",
     "on_ray": "engines.on_ray",
     "on_spark": "engines.on_spark",
-    "plan_from_notebook": "notebook.plan_from_notebook",
+    "plan_from_notebook": "notebook",
 }
 __all__ = ["WorkerError", "from_notebook", "on_dask", "on_ray", "on_spark", "plan_from_notebook"]
 

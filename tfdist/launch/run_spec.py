@@ -1,14 +1,105 @@
-"""What a run is: the options of `tfdist run` as one value, which the command, notebooks and engines make once."""
+"""What a run is: its processes, and the options of `tfdist run` as one value, made once by whoever starts the run."""
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.process_roles import Role, run_roles
+from tfdist.cluster import Task
 from tfdist.utils.argument_checks import check_seconds, check_seed, check_whole_number
+from tfdist.utils.formatting import counted
+
+SERVER_COMMAND = (sys.executable, "-m", "tfdist.servers")
+_NOUNS = {"chief": "chief", "worker": "worker", "ps": "parameter server"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What one process of a run is.
+
+    The run ends when no process that runs the script is left. A worker beside parameter servers is restarted alone. A
+    process that holds variables for the chief must not exit, because they are lost with it.
+
+    >>> roles = [Role(Task("worker", 3)), Role(Task("worker", 3), runs_script=False), Role(Task("chief", 0))]
+    >>> [(role.name, role.label, role.log_name) for role in roles]
+    [('worker 3', '3', 'rank-3.log'), ('worker 3', 'worker 3', 'worker-3.log'), ('chief', 'chief', 'chief.log')]
+    """
+
+    task: Task  # its task in the cluster
+    # whether it runs the user's script; otherwise it runs TensorFlow's server (`tfdist.servers`)
+    runs_script: bool = True
+    is_restarted_alone: bool = False  # whether it is restarted when it exits, while the other processes continue
+    computes: bool = True  # whether it shares the cores with the others
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return "chief" if self.task.type == "chief" else str(self.task)
+
+    @property
+    def label(self) -> str:
+        """The prefix of its output lines."""
+        return str(self.task.index) if self._is_worker_with_script else self.name
+
+    @property
+    def log_name(self) -> str:
+        """The name of its log file."""
+        return f"rank-{self.label}.log" if self._is_worker_with_script else f"{self.name.replace(' ', '-')}.log"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it holds variables, which are lost when it exits: a parameter server, or a worker with stages."""
+        return not self.runs_script and not self.is_restarted_alone
+
+    @property
+    def _is_worker_with_script(self) -> bool:
+        return self.runs_script and self.task.type == "worker"
+
+
+def run_roles(workers: int, *, parameter_servers: int = 0, has_chief: bool = False) -> dict[int, Role]:
+    """Returns the roles of a run, by rank: workers that all run the script, or what a chief, which runs it, uses.
+
+    Parameter servers imply a chief. With `has_chief` the workers hold the stages of its model.
+
+    >>> [role.name for role in run_roles(2, parameter_servers=1).values()]
+    ['chief', 'worker 0', 'worker 1', 'ps 0']
+    """
+    tasks = [Task("worker", index) for index in range(workers)]
+    if not parameter_servers and not has_chief:
+        return dict(enumerate(map(Role, tasks)))
+    chief = Role(Task("chief", 0), computes=parameter_servers > 0)  # other workers hold its model
+    worker_roles = [Role(task, runs_script=False, is_restarted_alone=parameter_servers > 0) for task in tasks]
+    servers = [Role(Task("ps", index), runs_script=False) for index in range(parameter_servers)]
+    return dict(enumerate([chief, *worker_roles, *servers]))
+
+
+def count_workers(roles: Mapping[int, Role]) -> int:
+    """Returns the number of workers, without chief and parameter servers."""
+    return sum(role.task.type == "worker" for role in roles.values())
+
+
+def count_computing(roles: Mapping[int, Role]) -> int:
+    """Returns the number of processes that share the cores.
+
+    >>> count_computing(run_roles(2, has_chief=True)), count_computing(run_roles(2, parameter_servers=1))
+    (2, 4)
+    """
+    return sum(role.computes for role in roles.values())
+
+
+def describe_jobs(roles: Iterable[Role]) -> str:
+    """Returns the number of processes of each kind.
+
+    >>> describe_jobs(run_roles(1).values()), describe_jobs(run_roles(2, parameter_servers=1).values())
+    ('1 worker', '1 chief, 2 workers, 1 parameter server')
+    """
+    nouns = [_NOUNS[role.task.type] for role in roles]
+    counts = {noun: nouns.count(noun) for noun in nouns}
+    return ", ".join(counted(count, noun) for noun, count in counts.items())
+
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"
 START_TIMEOUT_SECONDS = 300.0
@@ -87,9 +178,6 @@ class RunSpec:
     ) -> "RunSpec":
         """Checks arguments of `from_notebook`, `on_ray`, `on_spark` or `on_dask`, and returns the run.
 
-        Raises:
-            ValueError: If one is invalid.
-
         >>> RunSpec.of_call(workers=2, log_dir=b"logs").log_dir
         'logs'
         """
@@ -166,11 +254,7 @@ class RunSpec:
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
 
     def grace_periods(self, *, may_restart: bool) -> GracePeriods:
-        """Returns how long workers have to exit; less after a failure that may be followed by a restart.
-
-        >>> RunSpec(grace=60.0).grace_periods(may_restart=True)
-        GracePeriods(stop=60.0, failure=0.5, patience=60.0)
-        """
+        """Returns how long workers have to exit; less after a failure that may be followed by a restart."""
         failure = self.grace_seconds
         return GracePeriods(
             stop=STOP_GRACE_SECONDS if self.grace is None else self.grace,
@@ -223,9 +307,5 @@ class NodeOptions:
 
 
 def bracketed(address: str) -> str:
-    """Returns an address as it is written before a port.
-
-    >>> bracketed("fd00::1"), bracketed("10.0.0.1")
-    ('[fd00::1]', '10.0.0.1')
-    """
+    """Returns an address as it is written before a port: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

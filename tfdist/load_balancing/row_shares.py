@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.load_balancing import share_planning as planning
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.share_planning import LoadBalancing
 from tfdist.load_balancing.step_timer import StepTimer
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -59,16 +59,11 @@ class RowShares:
         *,
         is_elastic: bool = False,
     ) -> None:
-        """Creates the variable.
+        """Creates the variable on `host`, the CPU device of this worker, for workers with these numbers of `devices`.
 
-        Args:
-            devices: The number of devices of each worker.
-            rank: The rank of this worker.
-            host: Its CPU device.
-            shares: The first shares of the workers; they are changed to keep the limits of `options`. By default
-                workers share by their numbers of devices.
-            options: How shares follow the measured speeds; `None` if they are fixed.
-            is_elastic: Whether `give_rows_to` is called.
+        The first `shares` are changed to keep the limits of `options`; by default workers share by their numbers of
+        devices. `options` say how shares follow the measured speeds; `None` if they are fixed. With `is_elastic`
+        `give_rows_to` is called.
         """
         self._devices, self._rank, self._options = tuple(devices), rank, options
         self._host = host
@@ -81,17 +76,10 @@ class RowShares:
             self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
         self.timers = [StepTimer(host) for _ in range(devices[rank])]
 
-    @property
-    def follows_speeds(self) -> bool:
-        """Whether shares follow the measured speeds."""
-        return self._options is not None
-
     def bounds(self, rows: int | tf.Tensor) -> list[tuple[Any, Any]]:
-        """Returns the first row and the end of the rows of each local replica.
+        """Returns the first row and the end of the rows of each local replica in a global batch of `rows`.
 
-        Args:
-            rows: The number of rows of the global batch. If it is an int and the shares are fixed, the results are
-                ints; otherwise int32 scalars.
+        They are ints if `rows` is one and the shares are fixed, otherwise int32 scalars.
         """
         if self._options is None and not self._is_elastic and isinstance(rows, int):
             first, end = planning.row_bounds(self._first, rows)[self._rank : self._rank + 2]

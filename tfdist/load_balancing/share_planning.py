@@ -1,15 +1,17 @@
-"""Plans the workers' shares of a batch from their measured seconds per row. Pure functions of NumPy arrays.
+"""Plans the workers' shares of a batch from their measured seconds per row, as `LoadBalancing` says.
 
-Every worker calls them with the same bits and must come to the same bits: sums are written as loops, because the order
-in which NumPy adds depends on the CPU.
+They are pure functions of NumPy arrays. Every worker calls them with the same bits and must come to the same bits: sums
+are written as loops, because the order in which NumPy adds depends on the CPU.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.utils.argument_checks import is_number, is_whole_number
 
 # The rows of the state, a float64 array of shape [STATE_ROWS, workers]. The first is what `row_bounds` divides by; the
 # others are measurements: since the rows were divided last, and since the strategy was created.
@@ -39,6 +41,92 @@ _REFUTING_ERRORS = 3.0
 _LONGEST_HOLD = 64
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadBalancing:
+    """Divides the rows of every global batch by the measured speeds of the workers.
+
+    >>> LoadBalancing(every_steps=50, max_share=0.75).limits(2)
+    (0.75, 0.75)
+
+    Attributes:
+        every_steps: The number of training steps (micro-steps, with accumulation) after which the rows are divided
+            again. They stay as they are if that would save less than 3 % of a step.
+        smoothing: The weight of earlier measurements in a worker's seconds per row, from 0 to less than 1.
+        max_share: The largest part of a batch that a worker gets, as a fraction, because of its memory. A sequence has
+            one number for each worker, by rank.
+    """
+
+    every_steps: int = 20
+    smoothing: float = 0.5
+    max_share: float | Sequence[float] = 1.0
+
+    def __post_init__(self) -> None:
+        if not is_whole_number(self.every_steps, at_least=1):
+            raise ValueError(
+                f"Invalid `every_steps` of a LoadBalancing. Received: {self.every_steps!r}. Expected: a whole number "
+                "of at least 1, the number of training steps between two divisions, such as 20."
+            )
+        if not is_number(self.smoothing, at_least=0) or self.smoothing >= 1:
+            raise ValueError(
+                f"Invalid `smoothing` of a LoadBalancing. Received: {self.smoothing!r}. Expected: a number from 0 (the "
+                "last measurement alone counts) to less than 1, such as 0.5."
+            )
+        limits = self.max_share if isinstance(self.max_share, Sequence) else [self.max_share]
+        if not limits or not all(is_number(limit, at_least=0) and 0 < limit <= 1 for limit in limits):
+            raise ValueError(
+                f"Invalid `max_share` of a LoadBalancing. Received: {self.max_share!r}. Expected: a fraction above 0 "
+                "and at most 1, such as 0.75, or one for each worker, as (0.75, 0.5)."
+            )
+
+    def limits(self, workers: int) -> tuple[float, ...]:
+        """Returns the largest share of each of `workers` workers.
+
+        Raises:
+            ValueError: The number of workers is another one, or the shares cannot add up to a batch.
+        """
+        limits = tuple(self.max_share) if isinstance(self.max_share, Sequence) else (self.max_share,) * workers
+        if len(limits) != workers or sum(limits) < 1:
+            raise ValueError(
+                f"The largest shares do not fit the workers. Received: max_share={self.max_share!r} with {workers} "
+                "workers. Expected: one number, or one for each worker, whose sum over all workers is at least 1. "
+                "Raise `max_share`."
+            )
+        return tuple(float(limit) for limit in limits)
+
+
+def load_balancing_of(value: Any) -> LoadBalancing | None:
+    """Returns the options that a strategy's `load_balancing` stands for, or `None` if shares do not follow speeds.
+
+    >>> load_balancing_of(True), load_balancing_of(False)
+    (LoadBalancing(every_steps=20, smoothing=0.5, max_share=1.0), None)
+    """
+    if isinstance(value, LoadBalancing):
+        return value
+    if isinstance(value, bool):
+        return LoadBalancing() if value else None
+    raise ValueError(
+        f"Invalid `load_balancing`. Received: {value!r}. Expected: True, False or a "
+        "tfdist.strategies.LoadBalancing(...)."
+    )
+
+
+def checked_shares(shares: Any, workers: int) -> tuple[float, ...] | None:
+    """Returns a strategy's `shares` as positive numbers, one for each worker, or `None` if it has none.
+
+    >>> checked_shares([1, 3], 2)
+    (1.0, 3.0)
+    """
+    if shares is None:
+        return None
+    values = list(shares) if isinstance(shares, Sequence) and not isinstance(shares, str) else []
+    if len(values) != workers or not all(is_number(share, at_least=0) and share > 0 for share in values):
+        raise ValueError(
+            f"Invalid `shares`. Received: shares={shares!r} with {workers} workers. Expected: one positive number for "
+            "each worker, by rank, such as [1, 3]: the second worker computes three times as many rows as the first."
+        )
+    return tuple(float(share) for share in values)
+
+
 def initial_state(shares: Sequence[float]) -> np.ndarray:
     """Returns the state in which nothing has been measured.
 
@@ -64,11 +152,11 @@ def after_step(
     """Returns the state after one more measured step.
 
     Args:
-        state: The state before, float64 of shape [STATE_ROWS, workers].
+        state: The state before.
         seconds: How long each worker computed, float64 of shape [workers]; 0 if it was not measured.
         rows: How many rows it computed on, float64 of shape [workers].
         interval: The seconds from the start of this step to that of the next one; 0 if they are unknown.
-        devices: The number of devices of each worker.
+        devices: See `plan_rows`.
         options: When and how to divide rows again; `None` if the shares are fixed.
         units: See `plan_rows`.
     """
@@ -166,15 +254,9 @@ def plan_rows(
     >>> plan_rows(128, [1.0, 3.0], [1, 1], [1.0, 1.0]), plan_rows(128, [1.0, 3.0], [1, 1], [0.6, 1.0])
     ([96, 32], [76, 52])
 
-    Args:
-        batch: The number of rows.
-        costs: The seconds per row of each worker, all positive.
-        devices: The number of devices of each worker.
-        limits: The largest share of each worker, as a fraction.
-        units: The least number of units into which the batch is divided; there are more for many workers.
-
-    Returns:
-        The rows of each worker; `None` if there are too few to divide.
+    `costs` are the workers' seconds per row, all positive, `devices` their numbers of devices, `limits` their largest
+    shares, as fractions. `units` is the least number of units into which the batch is divided; there are more for many
+    workers. `None` stands for too few rows to divide.
     """
     workers = range(len(costs))
     unit = max(1, batch // max(units, units // 4 * len(costs)))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.operation_order import after_clocks, read_clock
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -133,15 +133,12 @@ def _graph() -> Any:
 
 
 def _waited(start: int, end: int, *times: int) -> np.int64:
-    """Returns how long waits lasted that may overlap, all in nanoseconds.
+    """Returns how long waits lasted that may overlap, from `start` to `end`, in nanoseconds.
+
+    `times` are when each wait began and ended.
 
     >>> int(_waited(0, 10, *(2, 4), *(3, 5), *(9, 12)))
     4
-
-    Args:
-        start: When the data is there.
-        end: When the gradients are computed.
-        *times: When each wait began and ended.
     """
     waited, until = 0, int(start)
     for begin, finish in sorted(zip(times[::2], times[1::2], strict=True)):

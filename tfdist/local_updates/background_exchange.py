@@ -26,13 +26,10 @@ class BackgroundExchange:
     ) -> None:
         """Starts the thread. Call this eagerly, on all workers in the same order.
 
-        Args:
-            specs: The shapes and the unique paths of the variables of each fragment.
-            reduction: Sums between the workers, in a group that steps do not use.
-            device: The device of this worker that sends.
-            timeout_seconds: How long an exchange may take.
-            late_workers: Takes the number of an exchange, from 0; notes that this worker has started it, and names the
-                workers that have not. Called when an exchange starts, and when it has taken too long.
+        The `specs` are the shapes and the unique paths of the variables of each fragment. The `reduction` sums between
+        the workers, in a group that steps do not use; `device` is that of this worker that sends. See
+        `ExchangeProgress` for `late_workers`, which is called when an exchange starts, and when it has taken longer
+        than `timeout_seconds`.
         """
         self._timeout_seconds, self._late_workers = timeout_seconds, late_workers
         self._reduction = reduction  # the functions below do not keep it, and its exchanges end with it

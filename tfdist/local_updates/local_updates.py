@@ -9,15 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.collectives.key_values import key_values
 from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
-from tfdist.local_updates.synced_optimizer import SyncedOptimizer
-from tfdist.tensorflow_internals.finished_graphs import release_with
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.local_updates.synced_optimizer import Fragment, SyncedOptimizer, assign_means
+from tfdist.tensorflow_internals.function_graphs import release_with
 
 _KEPT_FUNCTIONS = 4
 
@@ -78,10 +77,8 @@ class LocalUpdates:
     def synchronize(self, given: Sequence[Any] = ()) -> None:
         """Makes weights, their moving averages and batch statistics equal on all workers, if workers have trained.
 
-        Call this eagerly and on all workers.
-
-        Args:
-            given: Models whose statistics are averaged, beside those that were trained by their `train_step`.
+        Call this eagerly and on all workers. Statistics of the `given` models are averaged, beside those of models that
+        were trained by their `train_step`.
         """
         # Objects that were deleted may still exist on some workers, so only trained ones are considered.
         counts = {synced: count for synced in self._known() if (count := synced.number_of_updates())}
@@ -144,20 +141,12 @@ class LocalUpdates:
         def flush_replica() -> None:
             for synced, is_equal, of_synced in zip(all_synced, are_equal, under_way, strict=True):
                 synced.finish() if is_equal else synced.flush(of_synced)
-            self._average_statistics(all_models)
+            statistics = [variable for model in all_models for variable in averaged_states(model)]
+            assign_means(self._strategy, statistics)
 
         for model in all_models:
             release_with(model)
         self._strategy.run_over_all_replicas(flush_replica)
-
-    def _average_statistics(self, models: Sequence[Any]) -> None:
-        variables = [variable for model in models for variable in averaged_states(model)]
-        if variables:
-            replicas = self._strategy.num_replicas_in_sync
-            context = tf.distribute.get_replica_context()
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [read(variable) for variable in variables])
-            for variable, total in zip(variables, sums, strict=True):
-                assign(self._strategy, variable, total / tf.cast(replicas, total.dtype))
 
     def _models_of(self, trained: Sequence[SyncedOptimizer]) -> list[Any]:
         """Returns the models that one of these optimizers belongs to."""

@@ -1,20 +1,191 @@
-"""One optimizer whose updates are local: its anchors and counters, and what follows each of its updates."""
+"""One optimizer whose updates are local: its fragments, their anchors and schedule, and what follows each update."""
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.outer_optimizers import (
+from tfdist.keras_internals.keras_updates import (
+    exchanged_variables,
+    features_of_steps,
     moving_averages,
-    trained_variables,
-    update_anchors,
 )
+from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.fragments import Fragment, SyncSchedule, assign, held_sums, new_fragments, read
-from tfdist.local_updates.local_modes import LocalMode
+from tfdist.local_updates.local_modes import DiLoCo, LocalMode
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+
+
+@dataclass(frozen=True)
+class SyncSchedule:
+    """Which fragment is exchanged after which update since all weights were equal.
+
+    >>> schedule = SyncSchedule(sync_every=10, fragments=2, overlap_steps=3)
+    >>> [(update, schedule.sent_after(update)) for update in range(1, 21) if schedule.sent_after(update) is not None]
+    [(5, 0), (10, 1), (15, 0), (20, 1)]
+    >>> schedule.under_way(5), schedule.under_way(7), schedule.under_way(8), schedule.under_way(12)
+    ([0], [0], [], [1])
+
+    Attributes:
+        sync_every: The number of updates from one exchange of a fragment to the next.
+        fragments: The number of fragments.
+        overlap_steps: The number of updates from the start of an exchange to the use of its sum.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    @property
+    def turns(self) -> list[int]:
+        """The fragments that are sent after the updates, by the number of the update modulo `sync_every`; -1 for none.
+
+        >>> SyncSchedule(sync_every=5, fragments=2).turns
+        [1, -1, 0, -1, -1]
+        """
+        turns = [-1] * self.sync_every
+        for fragment in range(self.fragments):
+            turns[((fragment + 1) * self.sync_every // self.fragments) % self.sync_every] = fragment
+        return turns
+
+    def sent_after(self, update: int) -> int | None:
+        """Returns the fragment that is sent after an update, counted from 1."""
+        fragment = self.turns[update % self.sync_every]
+        return fragment if update > 0 and fragment >= 0 else None
+
+    def under_way(self, update: int) -> list[int]:
+        """Returns the fragments that were sent and not used, in the order in which they were sent."""
+        sent = [self.sent_after(earlier) for earlier in range(update - self.overlap_steps + 1, update + 1)]
+        return [fragment for fragment in sent if fragment is not None]
+
+    def leaves_equal_weights(self, update: int) -> bool:
+        """Whether all weights are equal on all workers after an update, if workers keep no share of their weights."""
+        return update == 0 or (self.fragments == 1 and not self.overlap_steps and update % self.sync_every == 0)
+
+
+def split_by_bytes(nbytes: Sequence[int], fragments: int) -> list[list[int]]:
+    """Splits variables into groups of about equal bytes: the largest ones first, each to the smallest group.
+
+    Returns positions, in order. There are at most as many groups as variables.
+
+    >>> split_by_bytes([8, 1, 6, 2, 1], 2)
+    [[0, 1], [2, 3, 4]]
+    """
+    groups: list[list[int]] = [[] for _ in range(fragments)]
+    totals = [0] * fragments
+    for position in sorted(range(len(nbytes)), key=lambda position: -nbytes[position]):
+        smallest = min(range(fragments), key=lambda group: (totals[group], len(groups[group])))
+        groups[smallest].append(position)
+        totals[smallest] += nbytes[position]
+    return [sorted(group) for group in groups]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Variables that are exchanged together.
+
+    Attributes:
+        variables: The trained variables.
+        anchors: Their shared values, float32, equal on all workers.
+        outer: The optimizer that updates the anchors; `None`: they become the mean of the workers' weights.
+        paths: The unique paths of the variables, under which compressors keep their state.
+    """
+
+    variables: list[Any]
+    anchors: list[Any]
+    outer: Any
+    paths: list[str]
+
+
+def new_fragments(update: OptimizerUpdate, mode: LocalMode) -> list[Fragment]:
+    """Splits the variables of a built optimizer. Call this eagerly, in the scope of the strategy."""
+    variables, paths = update.variables, update.paths
+    if mode.fragments > len(variables):
+        raise ValueError(
+            f"There are more fragments than variables. Received: fragments={mode.fragments} and an optimizer of "
+            f"{len(variables)} variables. Expected: at most as many fragments. Lower `fragments`."
+        )
+    groups = split_by_bytes([_nbytes(variable) for variable in variables], mode.fragments)
+    return [_new_fragment([variables[i] for i in group], [paths[i] for i in group], mode) for group in groups]
+
+
+def _new_fragment(variables: list[Any], paths: list[str], mode: LocalMode) -> Fragment:
+    anchors = [
+        keras.Variable(
+            shape=variable.shape, initializer="zeros", dtype="float32", autocast=False, name=f"anchor_{number}"
+        )
+        for number, variable in enumerate(variables)
+    ]
+    outer = None
+    if isinstance(mode, DiLoCo):
+        default = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
+        outer = _new_outer_optimizer(default if mode.outer_optimizer is None else mode.outer_optimizer, anchors)
+    return Fragment(variables, anchors, outer, paths)
+
+
+def _new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
+    """Returns a new optimizer that is built for `anchors`.
+
+    `described` is an optimizer, whose configuration is used, a function that returns one, or what
+    `keras.optimizers.get` accepts.
+
+    Raises:
+        ValueError: If `described` is none of these, or the optimizer cannot be an outer one.
+    """
+    is_function = callable(described) and not isinstance(described, keras.optimizers.Optimizer)
+    identifier = described() if is_function else described
+    if not isinstance(identifier, keras.optimizers.Optimizer | str | dict):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {described!r}. Expected: a function that returns a Keras optimizer, "
+            "such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`, a name, or a configuration."
+        )
+    if isinstance(identifier, keras.optimizers.Optimizer):
+        optimizer = type(identifier).from_config(identifier.get_config())
+    else:
+        optimizer = keras.optimizers.get(identifier)
+    if extra := features_of_steps(optimizer):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with {', '.join(extra)}. Expected: a "
+            "Keras optimizer without: it updates once an exchange."
+        )
+    optimizer.build(list(anchors))
+    return optimizer
+
+
+def _nbytes(variable: Any) -> int:
+    return int(tf.TensorShape(variable.shape).num_elements() or 0) * tf.as_dtype(variable.dtype).size
+
+
+def read(variable: Any) -> tf.Tensor:
+    """Returns this replica's value of a `keras.Variable` or `tf.Variable`."""
+    return tf.convert_to_tensor(_held(variable))
+
+
+def assign(strategy: Any, variable: Any, value: Any) -> None:
+    """Assigns `value` to this replica's copy of a variable, cast to its dtype."""
+    strategy.extended.update(_held(variable), _assign, args=(value,), group=False)
+
+
+def _assign(variable: tf.Variable, value: Any) -> None:
+    variable.assign(tf.cast(value, variable.dtype))
+
+
+def assign_means(strategy: Any, variables: Sequence[Any]) -> None:
+    """Replaces the values of variables by their means over all replicas."""
+    if variables:
+        context, replicas = tf.distribute.get_replica_context(), strategy.num_replicas_in_sync
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [read(variable) for variable in variables])
+        for variable, total in zip(variables, sums, strict=True):
+            assign(strategy, variable, total / tf.cast(replicas, total.dtype))
+
+
+def _held(variable: Any) -> Any:
+    is_held = isinstance(variable, tf.Variable | tf.distribute.DistributedValues)
+    return variable if is_held else variable.value
 
 
 class SyncedOptimizer:
@@ -34,28 +205,31 @@ class SyncedOptimizer:
         mode: LocalMode,
         strategy: Any,
         reduction: Callable[[], ReplicaReduction],
-        in_background: Callable[[Sequence[Fragment]], BackgroundExchange | None] = lambda fragments: None,
+        in_background: Callable[[Sequence[Fragment]], BackgroundExchange | None],
     ) -> None:
         """Creates anchors, outer optimizers and counters. Call this eagerly, in the scope of the strategy.
 
         The optimizer is built. `reduction` returns that of the replica that calls it, `in_background` the exchange of
         fragments while steps run; `None` if steps wait.
-
-        Raises:
-            ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
         """
         self._strategy, self._reduction = strategy, reduction
         self._kept_share = mode.kept_share
         self._averages = moving_averages(optimizer)
-        self._constrained = OptimizerUpdate(optimizer, trained_variables(optimizer)).constrained_variables
-        self.fragments = new_fragments(optimizer, mode)
+        update = OptimizerUpdate(optimizer, exchanged_variables(optimizer))
+        self._constrained = update.constrained_variables
+        self.fragments = new_fragments(update, mode)
         self.background = in_background(self.fragments)
         overlap_steps = mode.overlap_steps if self.background is not None else 0
         self.schedule = SyncSchedule(mode.sync_every, mode.fragments, overlap_steps)
         self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="local_updates")
         self.fresh = tf.Variable(0.0, trainable=False, name="fresh_samples")
         self.samples = tf.Variable(tf.zeros([mode.fragments]), trainable=False, name="samples_of_fragments")
-        self._held = held_sums(self.fragments) if mode.overlap_steps else []
+        with tf.device("CPU:0"):
+            self._held = [
+                [ResourceVariable(tf.zeros(anchor.shape), trainable=False, name="held_sum") for anchor in part.anchors]
+                for part in self.fragments
+                if mode.overlap_steps
+            ]
 
     @property
     def shared_variables(self) -> dict[str, Any]:
@@ -89,9 +263,8 @@ class SyncedOptimizer:
     def resume(self, *, same_workers: bool) -> None:
         """Continues with restored variables, between two steps.
 
-        Args:
-            same_workers: Whether weights and counters are those of this worker. Otherwise training continues with the
-                anchors, as the last exchange has left them, unless all weights were equal.
+        With the `same_workers`, weights and counters are those of this worker. Otherwise training continues with the
+        anchors, as the last exchange has left them, unless all weights were equal.
         """
         updates = self.number_of_updates()
         if same_workers:
@@ -125,7 +298,7 @@ class SyncedOptimizer:
         assign(self._strategy, self.updates, number)
         assign(self._strategy, self.samples, read(self.samples) + read(self.fresh))
         assign(self._strategy, self.fresh, 0.0)
-        self._reduction().count_update()
+        self._reduction().counters.add_update()  # for which nothing is reduced
         if self.background is None:
             self._for_fragment(self._turn(number), lambda fragment: self._exchange(fragment, self._kept_share))
         else:
@@ -147,13 +320,7 @@ class SyncedOptimizer:
 
     def finish(self) -> None:
         """Makes moving averages equal on all workers, and starts to count updates from 0."""
-        replicas = self._strategy.num_replicas_in_sync
-        if self._averages:
-            context = tf.distribute.get_replica_context()
-            values = [read(average) for average in self._averages]
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-            for average, total in zip(self._averages, sums, strict=True):
-                assign(self._strategy, average, total / tf.cast(replicas, total.dtype))
+        assign_means(self._strategy, self._averages)
         assign(self._strategy, self.updates, tf.zeros([], tf.int64))
         assign(self._strategy, self.samples, tf.zeros([len(self.fragments)]))
 
@@ -214,7 +381,9 @@ class SyncedOptimizer:
         """Updates the anchors by the mean differences, and the weights by the anchors."""
         fragment = self.fragments[number]
         if fragment.outer is not None:
-            update_anchors(fragment.outer, fragment.anchors, sums)
+            update = OptimizerUpdate(fragment.outer, fragment.anchors)
+            update.clip_and_apply(list(sums), False)
+            update.take_back(-1)
         else:
             for anchor, difference in zip(fragment.anchors, sums, strict=True):
                 assign(self._strategy, anchor, read(anchor) - difference)

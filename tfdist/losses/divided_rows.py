@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.losses.reduction_degrees import RANDOM
-from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras
+from tfdist.tensorflow_internals.function_graphs import describe, is_of_keras
 
 _ABOUT_SHAPES = re.compile(r"shape|dimension|slice index|is not in \[0,", re.IGNORECASE)
 _FIRST_AXIS = re.compile(r"slice index \d+ of dimension 0 out of bounds")
@@ -69,7 +69,6 @@ class DividedRows:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """A context that explains its errors."""
         try:
             yield
         except _KINDS as error:

@@ -1,74 +1,122 @@
-"""How the losses of a step on a replica are scaled, and warnings of those that may not add up over the replicas."""
+"""How the losses of a step on a replica are scaled, term by term, and warnings of those that may not add up."""
 
 import contextlib
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist.losses.loss_terms import Term, divides_by, loss_terms
-from tfdist.losses.sample_degrees import SampleDegrees
+from tfdist.keras_internals.losses import divided, is_one, is_scalar, times
+from tfdist.losses.elementwise_degrees import without_guard
+from tfdist.losses.sample_degrees import SampleDegrees, degree_of_sum
 from tfdist.losses.sample_kinds import ZERO
-from tfdist.tensorflow_internals.factors import divided, is_one, is_scalar, times
-from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras, is_symbolic
+from tfdist.tensorflow_internals.function_graphs import describe, is_of_keras, is_symbolic
+
+_LINEAR = frozenset("Identity Neg Cast Reshape Squeeze Sum Mean".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A term of a loss: `coefficient * sum(tensor)`, divided by the `divisor` if there is one.
+
+    Attributes:
+        tensor: A tensor, whose sum counts.
+        coefficient: A constant.
+        degree: The degree of the sum; `None` if unknown.
+        replicas: The power of the number of replicas that is a factor of the tensor.
+        divisor: A sum or mean over the same samples, a scalar, that does not depend on variables.
+        guard: Guards the divisor, after it is summed, against a division by 0.
+    """
+
+    tensor: tf.Tensor
+    coefficient: float
+    degree: float | None
+    replicas: int = 0
+    divisor: tf.Tensor | None = None
+    guard: Callable[[Any], Any] | None = None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over the replica's samples as it is."""
+        return self.degree == 0 and not self.replicas and self.divisor is None
+
+
+def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
+    """Returns the terms of a loss in order. All parts of a term have one degree.
+
+    A loss of one degree is one term. Only sums, and products with constants, are split.
+    """
+    terms: list[Term] = []
+    waiting: list[tuple[tf.Tensor, float]] = [(loss, 1.0)]
+    while waiting:
+        tensor, coefficient = waiting.pop()
+        kind = degrees.kind(tensor)
+        degree = degree_of_sum(kind)
+        if kind.divisor is not None and kind.divisor is tensor.op.inputs[-1]:
+            dividend = tensor.op.inputs[0]
+            is_guarded = degrees.kind(kind.divisor).degree is None
+            divisor, guard = without_guard(kind.divisor) if is_guarded else (kind.divisor, None)
+            terms.append(Term(dividend, coefficient, degrees.degree(dividend), divisor=divisor, guard=guard))
+            continue
+        parts = None if degree is not None else _parts(tensor)
+        if parts is None:
+            terms.append(Term(tensor, coefficient, degree, kind.replicas))
+        else:
+            waiting += [(part, coefficient * factor) for part, factor in reversed(parts)]
+    return [term for term in terms if term.degree != ZERO]
+
+
+def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
+    """Returns tensors and factors that add up to a scalar; `None` if it is not such a sum."""
+    operation = tensor.op
+    kind, inputs = operation.type, list(operation.inputs)
+    if tensor.shape.rank != 0:
+        return None
+    if kind in ("AddV2", "Add", "AddN"):
+        return [(input_tensor, 1.0) for input_tensor in inputs]
+    if kind == "Sub":
+        return [(inputs[0], 1.0), (inputs[1], -1.0)]
+    is_float = bool(inputs) and inputs[0].dtype.is_floating
+    if (
+        kind in ("Identity", "Neg", "Reshape", "Squeeze", "Sum", "Mean", "Cast")
+        and inputs[0].shape.rank == 0
+        and is_float
+    ):
+        return [(inputs[0], -1.0 if kind == "Neg" else 1.0)]
+    if kind in ("Mul", "RealDiv", "DivNoNan", "MulNoNan"):
+        first, second = (tf.get_static_value(input_tensor) for input_tensor in inputs)
+        if second is not None:
+            return [(inputs[0], float(second) if kind.startswith("Mul") else 1 / float(second) if second else 0.0)]
+        return [(inputs[1], float(first))] if kind.startswith("Mul") and first is not None else None
+    if kind in ("Sum", "Mean") and inputs[0].op.type == "Pack" and inputs[0].shape.rank == 1:
+        packed = list(inputs[0].op.inputs)
+        return [(input_tensor, 1.0 if kind == "Sum" else 1 / len(packed)) for input_tensor in packed]
+    return None
+
+
+def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
+    """Whether a loss is a value divided by the constant `number`, with `anywhere` also before means and sums."""
+    tensor = loss
+    while True:
+        operation = tensor.op
+        values = [tf.get_static_value(operand) for operand in operation.inputs] if len(operation.inputs) == 2 else []
+        if operation.type in ("RealDiv", "DivNoNan") and values[1] is not None:
+            if np.all(values[1] == number):
+                return True
+        elif operation.type == "Mul" and any(value is not None for value in values):
+            if any(value is not None and np.size(value) == 1 and np.allclose(value, 1 / number) for value in values):
+                return True
+        elif operation.type not in _LINEAR:
+            return False
+        if not anywhere:
+            return False
+        tensor = operation.inputs[1 if operation.type == "Mul" and values[0] is not None else 0]
+
 
 _warned: set[str] = set()
-
-
-class LossWarnings:
-    """Each warning is given once in a process."""
-
-    def of_unknown_loss(self, tensor: tf.Tensor, *, is_part: bool) -> None:
-        """Warns that a loss is not linear in the samples, or cannot be followed."""
-        meant = "a part of the loss, because it contains one" if is_part else "a mean over the replica's samples"
-        self._warn(
-            "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
-            f"losses may not add up to that of one process. It counts as {meant}. Received: {describe(tensor)}. "
-            "Expected: means (`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the "
-            "replica's samples to "
-            "`tfdist.training.scale_loss_for_distribution` in that line, and combine the result by sums and constant "
-            "factors only."
-        )
-
-    def of_eager_loss(self) -> None:
-        """Warns that a loss is computed eagerly by other means than those of Keras."""
-        self._warn(
-            "A step computes a loss eagerly and not by the losses of Keras alone, so tfdist cannot see whether it is a "
-            "mean over the replica's samples, and its gradients may not add up to those of one process. "
-            "Received: run_eagerly=True. Expected: a traced step, or a scaled loss. Compile with `run_eagerly=False`, "
-            "or pass each mean to `tfdist.training.scale_loss_for_distribution`, and the losses to `tape.gradient` in "
-            "a list."
-        )
-
-    def of_ambiguous_constant(self, tensor: tf.Tensor) -> None:
-        """Warns that a sum over the samples is divided by a number that may be, or contain, the number of samples.
-
-        Keras itself divides by the number of samples, as for `activity_regularizer`.
-        """
-        if is_of_keras(tensor):
-            return
-        self._warn(
-            "A sum over the samples is divided by a number that equals the number of a replica's samples, or a "
-            "multiple of it, so tfdist cannot see whether a mean or a sum is meant: an equal number counts as the "
-            f"mean, a multiple as the sum. Received: {describe(tensor)}. Expected: `tf.reduce_mean`, or a division "
-            "by `tf.shape(x)[0]`, for a mean."
-        )
-
-    def of_division_by_replicas(self, tensor: tf.Tensor, replicas: int, *, is_scaled: bool) -> None:
-        """Warns that a mean is divided by the number of replicas, which was not read from the strategy."""
-        meant = "a mean that is scaled for them" if is_scaled else "a mean of this size in one process, too"
-        self._warn(
-            f"A loss of the program multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
-            f"scales means itself, and takes this for {meant}. Received: {describe(tensor)}. Expected: the loss of one "
-            "process. If the factor stands for the number of replicas, remove it, or write "
-            "`loss / strategy.num_replicas_in_sync`."
-        )
-
-    def _warn(self, message: str) -> None:
-        if message not in _warned:
-            _warned.add(message)
-            warnings.warn(message, stacklevel=5)
 
 
 class LossStep:
@@ -99,7 +147,6 @@ class LossStep:
     fraction: Any = 1
     sum_scale: Any = 1
     _degrees: SampleDegrees | None = None
-    _warnings = LossWarnings()
 
     @property
     def samples_are_static(self) -> bool:
@@ -197,7 +244,7 @@ class LossStep:
             return scale
         guess = self.sum_scale if is_of_samples else self._guess(term)
         if not self._is_alone:
-            self._warnings.of_unknown_loss(term.tensor, is_part=is_one(guess))
+            _warn_of_unknown_loss(term.tensor, is_part=is_one(guess))
         return guess
 
     def _guess(self, term: Term) -> Any:
@@ -214,18 +261,14 @@ class LossStep:
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part, as far as it can be followed."""
-        mean = self.mean_if_known(value)
-        if mean is not None:
-            return mean
-        if not is_symbolic(value) or self._degrees is None:
-            return value
-        terms = loss_terms(value, self._degrees)
-        scales = [self.scale_of(term) for term in terms]
-        scales = [self._guess(term) if scale is None else scale for term, scale in zip(terms, scales, strict=True)]
-        return divided(self._part_of(value, terms, scales), self.mean_scale)
+        mean = self.mean_if_known(value, guesses=True)
+        return value if mean is None else mean
 
-    def mean_if_known(self, value: Any) -> Any:
-        """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed."""
+    def mean_if_known(self, value: Any, *, guesses: bool = False) -> Any:
+        """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed.
+
+        If it `guesses`, a term that cannot be followed counts as in `as_part`.
+        """
         if not is_symbolic(value) or self._degrees is None:
             degree = self.degree(value)
             part = times(value, self.sum_scale) if degree == 1 else None
@@ -234,12 +277,13 @@ class LossStep:
         if all(term.is_mean for term in terms):
             return value
         scales = [self.scale_of(term) for term in terms]
+        if guesses:
+            scales = [self._guess(term) if scale is None else scale for term, scale in zip(terms, scales, strict=True)]
         if any(scale is None for scale in scales):
             return None
         return divided(self._part_of(value, terms, scales), self.mean_scale)
 
     def _part_of(self, loss: Any, terms: list[Term], scales: list[Any]) -> Any:
-        """Returns a loss with the given terms as a part."""
         if not terms:
             return loss
         if len(terms) == 1 and terms[0].divisor is None:
@@ -260,7 +304,7 @@ class LossStep:
             return None
         if not all(is_symbolic(target) for target in targets):
             if any(self.degree(target) is None for target in targets):
-                self._warnings.of_eager_loss()
+                _warn_of_eager_loss()
             return None
         if gradients is None:
             terms = [term for target in targets for term in self._terms(target)]
@@ -286,7 +330,7 @@ class LossStep:
         """Warns if values that a loss of Keras adds up depend on several samples, as those of a contrastive loss."""
         if self.has_own_loss and not self._is_alone and self._degrees is not None and is_symbolic(values):
             if self._degrees.kind(values).degree is None:
-                self._warnings.of_unknown_loss(values, is_part=False)
+                _warn_of_unknown_loss(values, is_part=False)
 
     @property
     def _is_alone(self) -> bool:
@@ -297,13 +341,13 @@ class LossStep:
         assert self._degrees is not None
         terms = loss_terms(loss, self._degrees)
         while self._degrees.ambiguous:
-            self._warnings.of_ambiguous_constant(self._degrees.ambiguous.pop())
+            _warn_of_ambiguous_constant(self._degrees.ambiguous.pop())
         strategy = tf.distribute.get_strategy()
         replicas = int(strategy.num_replicas_in_sync)
         anywhere = getattr(strategy, "has_read_number", False)
         for index, term in enumerate(terms):
             if replicas > 1 and term.is_mean and divides_by(term.tensor, replicas, anywhere=anywhere):
-                self._warnings.of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
+                _warn_of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
                 terms[index] = dataclasses.replace(term, replicas=-1 if self.has_read_number else 0)
         return terms
 
@@ -318,7 +362,7 @@ class LossStep:
                 return self.mark_scaled(loss)
             is_doubtful = self._degrees is not None and is_scalar(loss) and tf.is_tensor(loss)
             if is_doubtful and not (is_certain or self._is_alone):
-                self._warnings.of_eager_loss()
+                _warn_of_eager_loss()
             scale = self.mean_scale if is_mean else 1
             if not is_scalar(loss):
                 scale = self.sum_scale if self.holds_samples(loss) else self.mean_scale
@@ -334,3 +378,60 @@ def _gradient(term: Term, scale: Any, user_gradient: Any) -> tf.Tensor:
     """Returns the gradient of the loss with respect to a term's tensor, from the one that the user's code passes."""
     scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
     return tf.broadcast_to(scale, tf.shape(term.tensor)) if user_gradient is None else times(user_gradient, scale)
+
+
+def _warn_of_unknown_loss(tensor: tf.Tensor, *, is_part: bool) -> None:
+    """Warns that a loss is not linear in the samples, or cannot be followed."""
+    meant = "a part of the loss, because it contains one" if is_part else "a mean over the replica's samples"
+    _warn(
+        "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
+        f"losses may not add up to that of one process. It counts as {meant}. Received: {describe(tensor)}. "
+        "Expected: means (`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the "
+        "replica's samples to "
+        "`tfdist.training.scale_loss_for_distribution` in that line, and combine the result by sums and constant "
+        "factors only."
+    )
+
+
+def _warn_of_eager_loss() -> None:
+    """Warns that a loss is computed eagerly by other means than those of Keras."""
+    _warn(
+        "A step computes a loss eagerly and not by the losses of Keras alone, so tfdist cannot see whether it is a "
+        "mean over the replica's samples, and its gradients may not add up to those of one process. "
+        "Received: run_eagerly=True. Expected: a traced step, or a scaled loss. Compile with `run_eagerly=False`, "
+        "or pass each mean to `tfdist.training.scale_loss_for_distribution`, and the losses to `tape.gradient` in "
+        "a list."
+    )
+
+
+def _warn_of_ambiguous_constant(tensor: tf.Tensor) -> None:
+    """Warns that a sum over the samples is divided by a number that may be, or contain, the number of samples.
+
+    Keras itself divides by the number of samples, as for `activity_regularizer`.
+    """
+    if is_of_keras(tensor):
+        return
+    _warn(
+        "A sum over the samples is divided by a number that equals the number of a replica's samples, or a "
+        "multiple of it, so tfdist cannot see whether a mean or a sum is meant: an equal number counts as the "
+        f"mean, a multiple as the sum. Received: {describe(tensor)}. Expected: `tf.reduce_mean`, or a division "
+        "by `tf.shape(x)[0]`, for a mean."
+    )
+
+
+def _warn_of_division_by_replicas(tensor: tf.Tensor, replicas: int, *, is_scaled: bool) -> None:
+    """Warns that a mean is divided by the number of replicas, which was not read from the strategy."""
+    meant = "a mean that is scaled for them" if is_scaled else "a mean of this size in one process, too"
+    _warn(
+        f"A loss of the program multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
+        f"scales means itself, and takes this for {meant}. Received: {describe(tensor)}. Expected: the loss of one "
+        "process. If the factor stands for the number of replicas, remove it, or write "
+        "`loss / strategy.num_replicas_in_sync`."
+    )
+
+
+def _warn(message: str) -> None:
+    """Gives each warning once in a process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)

@@ -13,16 +13,14 @@ import tensorflow as tf
 
 from tfdist.losses import (
     call_degrees,
-    contraction_degrees,
     elementwise_degrees,
     reduction_degrees,
     sample_axes,
-    selection_degrees,
 )
+from tfdist.losses.replica_count import power_of_count
 from tfdist.losses.sample_axes import is_whole
 from tfdist.losses.sample_kinds import ZERO, Kind, function_of, product_of, unknown
-from tfdist.tensorflow_internals.operation_origins import is_symbolic
-from tfdist.tensorflow_internals.replica_count import power_of_count
+from tfdist.tensorflow_internals.function_graphs import is_symbolic
 
 # Operations that compute values of one sample from others, if the samples lie along their first axis.
 _MIX_SAMPLES = frozenset(
@@ -123,7 +121,6 @@ class SampleDegrees:
         return degree_of_sum(product_kind), product_kind.replicas
 
     def kind(self, tensor: Any) -> Kind:
-        """Returns the kind of a symbolic tensor."""
         waiting = [tensor]
         while waiting:
             top = waiting[-1]
@@ -254,9 +251,7 @@ def degree_of_sum(kind: Kind) -> float | None:
 
 _RULES: dict[str, Callable[[tf.Tensor, Sequence[Kind]], Kind]] = {
     **sample_axes.RULES,
-    **selection_degrees.RULES,
     **elementwise_degrees.RULES,
     **reduction_degrees.RULES,
-    **contraction_degrees.RULES,
     **call_degrees.RULES,
 }

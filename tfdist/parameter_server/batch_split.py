@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import first_input
-from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.load_balancing.share_planning import (
     SHARE,
+    LoadBalancing,
     after_step,
     initial_state,
     row_bounds,

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import metrics_result, update_counter
-from tfdist.keras_internals.step_logs import metric_results
+from tfdist.losses.step_logs import metric_results
 from tfdist.parameter_server.batch_split import PartInfo, PartShares, concatenated, num_rows, split, split_all, split_by
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
@@ -20,7 +20,7 @@ from tfdist.parameter_server.loss_normalizers import LossNormalizers
 from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_window, max_running_pushes
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.scheduler import Scheduler
-from tfdist.parameter_server.step_results import LogPart, ResultPacking, combined, with_results
+from tfdist.parameter_server.step_results import LogPart, ResultPacking, combined_logs, with_results
 from tfdist.parameter_server.unsupported_features import reject_unsupported_model
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
@@ -175,10 +175,12 @@ class ChiefTraining:
 
     def _functions_of_model(self) -> WorkerFunctions:
         if self._functions is None:
-            buffers = GradientBuffers(self._num_buffers) if isinstance(self._mode, Synchronous) else None
-            self._functions = WorkerFunctions(self._model, self._strategy, self._encoder, buffers, self._packing)
-            self._is_prepared = False
+            self._functions, self._is_prepared = self._new_functions(), False
         return self._functions
+
+    def _new_functions(self) -> WorkerFunctions:
+        buffers = GradientBuffers(self._num_buffers) if isinstance(self._mode, Synchronous) else None
+        return WorkerFunctions(self._model, self._strategy, self._encoder, buffers, self._packing)
 
     def _new_worker_variable(self, value: tf.Tensor) -> tf.Variable:
         with self._strategy.scope():
@@ -207,7 +209,7 @@ class ChiefTraining:
         self, functions: WorkerFunctions, batches: list[Any], part: PartInfo, tag: _TrainTag, phase: int = 0
     ) -> None:
         if isinstance(batches[0], WorkerIterator):
-            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), part.pack())
+            args: tuple[Any, ...] = (batches[0].dataset.iterators, len(batches), part.pack())
             self._scheduler.schedule(functions.train_on_iterator, args, tag)
         else:
             self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack(), phase), tag, tag.worker)
@@ -349,19 +351,16 @@ class MetricSums:
     def __init__(self, model: keras.Model) -> None:
         """Starts with the present values of the model's metrics."""
         self._model = model
-        self._sums: list[np.ndarray] | None = None
-        self._is_new = False
-        self._known: dict[str, Any] = {}
         self._logs: LogPart = {"values": {}, "is_result": np.zeros([0, 0], bool)}
-        self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
-        self.has_results = False
+        self.reset()
         # Eagerly, computing a result takes longer than the chief may spend on a batch.
         self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
-        self._sums, self._known, self._is_new = None, {}, False
-        self._numbers, self._next, self._early = 0, 0, {}
-        self.has_results = False
+        self._sums: list[np.ndarray] | None = None
+        self._known: dict[str, Any] = {}
+        self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
+        self._is_new = self.has_results = False
 
     def add(self, metrics: Sequence[tf.Tensor], logs: LogPart) -> None:
         """Adds a step; see `add_parts`."""
@@ -378,7 +377,7 @@ class MetricSums:
             self._sums = [variable.numpy() for variable in self._model.metrics_variables]
         for of_part in metrics:
             self._sums = [total + np.asarray(part) for total, part in zip(self._sums, of_part, strict=True)]
-        self._logs = combined(logs, weights)
+        self._logs = combined_logs(logs, weights)
         self._is_new = self.has_results = True
 
     def next_number(self) -> int:

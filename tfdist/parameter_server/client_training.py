@@ -12,9 +12,8 @@ from tfdist.keras_internals.local_copies import InitialSlots, LocalCopies
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import update_counter
-from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.worker_step import StepResult
-from tfdist.tensorflow_internals.function_methods import inlined
+from tfdist.tensorflow_internals.xla_functions import inlined
 from tfdist.utils.temporary_values import setting
 
 _current: contextvars.ContextVar["LocalSteps | None"] = contextvars.ContextVar("tfdist_local_steps", default=None)
@@ -62,11 +61,7 @@ class LocalSteps:
         return _current.get()
 
     def gradients(self, update: OptimizerUpdate, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the gradients with that of the proximal term.
-
-        Raises:
-            ValueError: The update is that of another optimizer than the compiled one, whose variables have no copies.
-        """
+        """Returns the gradients with that of the proximal term."""
         if update.optimizer is not self._optimizer:
             raise ValueError(
                 "A client updates by the model's optimizer alone. Received: an update by another optimizer in "
@@ -86,28 +81,26 @@ def train(
     model: keras.Model,
     iterator: Any,
     info: ClientInfo,
-    mode: FederatedAveraging,
-    clients: int,
+    strategy: Any,
     slots: InitialSlots,
     server_optimizer: Any,
-    pull_dtype: tf.DType | None,
     name: str,
 ) -> tuple[StepResult, tf.Tensor]:
     """Traces a client's part of a round. It changes no variable of the servers.
 
-    A call of an earlier round, which runs again on a worker that was lost, makes no step. `clients` is the number of
-    all clients, `slots` are the initial ones of the model's optimizer, and `name`, that of the memory of the copies, is
-    unique to the model.
+    A call of an earlier round, which runs again on a worker that was lost, makes no step. `slots` are the initial ones
+    of the model's optimizer, and `name`, that of the memory of the copies, is unique to the model.
 
     Returns:
         The difference as gradients of `server_optimizer`, and whether it counts, a bool scalar: the round is the
         present one, and all values are finite.
     """
-    counter = update_counter(model.optimizer)
+    mode, counter = strategy.mode, update_counter(model.optimizer)
     rounds = tf.cast(counter.read_value(), tf.int64)
     is_present = tf.equal(rounds, info.round)
     steps = tf.where(is_present, mode.local_steps, 0)
-    copies = LocalCopies(model, slots, info.round * clients + info.client, pull_dtype, name)
+    number = info.round * mode.num_clients(strategy.num_workers) + info.client
+    copies = LocalCopies(model, slots, number, strategy.pull_dtype, name)
     with copies.in_use(), setting(_current, LocalSteps(model, copies, mode.proximal)):
         samples, logs = _local_steps(model, iterator, steps)
     differences = []

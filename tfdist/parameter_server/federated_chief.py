@@ -17,17 +17,17 @@ from tfdist.keras_internals.local_copies import InitialSlots
 from tfdist.keras_internals.scheduled_training import set_server_state
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.client_training import ClientInfo, train
-from tfdist.parameter_server.federated_averaging import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
+from tfdist.parameter_server.modes import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.scheduler import pause
-from tfdist.parameter_server.step_results import ResultPacking, named_log_part
+from tfdist.parameter_server.step_results import named_log_part
 from tfdist.parameter_server.unsupported_features import reject_unsupported_clients
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
 from tfdist.servers.server_monitor import explains_lost_servers
-from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker
+from tfdist.tensorflow_internals.cluster_coordinator import PinnedCall, call_on_worker
 
 _DISCARDED = -1
 
@@ -95,28 +95,20 @@ class FederatedChief(ChiefTraining):
         }
 
     def _prepared(self) -> Any:
-        functions = self._functions_of_model()
+        functions: Any = self._functions_of_model()
         if not self._is_prepared:
             reject_unsupported_clients(self._model, self._strategy.policy)
             super()._prepared()
             with self._strategy.scope():
                 if not self._server_optimizer.built:
                     self._server_optimizer.build(self._model.trainable_variables)
-            functions.prepare()
+            functions.slots = InitialSlots(self._model.optimizer)
         return functions
 
-    def _functions_of_model(self) -> Any:
-        if self._functions is None:
-            self._functions = ClientFunctions(
-                self._model,
-                self._strategy,
-                self._encoder,
-                GradientBuffers(self._num_buffers),
-                self._packing,
-                self._server_optimizer,
-            )
-            self._is_prepared = False
-        return self._functions
+    def _new_functions(self) -> "ClientFunctions":
+        buffers = GradientBuffers(self._num_buffers)
+        arguments = (self._model, self._strategy, self._encoder, buffers, self._packing)
+        return ClientFunctions(*arguments, server_optimizer=self._server_optimizer)
 
     def _finish_scheduled(self) -> None:
         # Not for clients: one that is late or lost may never end.
@@ -138,18 +130,18 @@ class FederatedChief(ChiefTraining):
             )
         self._use(data)
         number = self._next_number()
-        done = self._run_client_round(functions, number, self._wait_for_clients(number))
-        for client in sorted(done):  # in this order, so that rounding does not depend on who was first
-            _, result = done[client]
+        # By client, so that rounding does not depend on who was first.
+        done = dict(sorted(self._run_client_round(functions, number, self._wait_for_clients(number)).items()))
+        for _, result in done.values():
             self._sums.add(result["metrics"], result["logs"])
-        weights = sample_fractions([int(done[client][1]["report"]["samples"]) for client in sorted(done)])
-        buffers = [done[client][0] for client in sorted(done)]
+        weights = sample_fractions([int(result["report"]["samples"]) for _, result in done.values()])
+        buffers = [buffer for buffer, _ in done.values()]
         # Always as many: another number would be traced, and TensorFlow would send the new function to all workers and
         # wait for one that is frozen.
         missing = self._mode.num_chosen(self._workers) - len(buffers)
         buffers, weights = buffers + buffers[:1] * missing, weights + [0.0] * missing
         functions.update(tf.constant(buffers, tf.int32), tf.constant(weights, tf.float64))
-        trained = [[client] for client in sorted(done)]
+        trained = [[client] for client in done]
         steps = tf.fill([len(done)], tf.constant(self._mode.local_steps, tf.int64))
         self._positions.assign(tf.tensor_scatter_nd_add(self._positions, trained, steps))
         self._drawn[:] = self._positions.numpy()
@@ -296,50 +288,31 @@ class ClientEncoder(GradientEncoder):
 
 
 class ClientFunctions(WorkerFunctions):
-    """The functions of a model under federated averaging."""
+    """The functions of a model under federated averaging.
 
-    def __init__(
-        self,
-        model: keras.Model,
-        strategy: Any,
-        encoder: ClientEncoder,
-        buffers: GradientBuffers,
-        packing: ResultPacking,
-        server_optimizer: Any,
-    ) -> None:
-        """Creates the functions; see `WorkerFunctions`. The server's optimizer is built."""
-        super().__init__(model, strategy, encoder, buffers, packing)
-        self._client_encoder, self._client_buffers = encoder, buffers
+    Attributes:
+        slots: The initial ones of the model's optimizer, once that is built.
+    """
+
+    slots: InitialSlots
+    _encoder: ClientEncoder
+    _buffers: GradientBuffers
+
+    def __init__(self, *arguments: Any, server_optimizer: Any) -> None:
+        """Creates the functions with the arguments of `WorkerFunctions`. The server's optimizer is built."""
+        super().__init__(*arguments)
         self._server_optimizer = server_optimizer
-        self._slots: InitialSlots | None = None
         self._name = f"tfdist/client/{next(_numbers)}"
         self.train_client = tf.function(self._train_client, autograph=False)
 
-    def prepare(self) -> None:
-        """Reads the initial slots of the model's optimizer, which is built. Call this outside of functions."""
-        if self._slots is None:
-            self._slots = InitialSlots(self._model.optimizer)
-
     def _train_client(self, iterator: Any, packed: tf.Tensor) -> Sequence[tf.Tensor]:
-        info, slots = ClientInfo.unpack(packed), self._slots
-        if slots is None:
-            raise RuntimeError("the functions were not prepared")
-        strategy, encoder = self._strategy, self._client_encoder
+        info, strategy, encoder = ClientInfo.unpack(packed), self._strategy, self._encoder
 
         def run() -> dict[str, Any]:
-            result, counts = train(
-                self._model,
-                iterator,
-                info,
-                strategy.mode,
-                strategy.mode.num_clients(strategy.num_workers),
-                slots,
-                self._server_optimizer,
-                strategy.pull_dtype,
-                self._name,
-            )
+            arguments = (strategy, self.slots, self._server_optimizer, self._name)
+            result, counts = train(self._model, iterator, info, *arguments)
             encoder.slot, encoder.counts = info.slot, counts
-            report = self._client_buffers.write(result, tf.cast(info.buffer, tf.int32), encoder)
+            report = self._buffers.write(result, tf.cast(info.buffer, tf.int32), encoder)
             report["counts"] = tf.cast(counts, tf.int64)
             return {"report": report, "metrics": result.metrics, "logs": named_log_part(self._model, result.logs)}
 

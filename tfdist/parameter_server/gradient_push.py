@@ -53,18 +53,13 @@ class GradientEncoder:
     def encode(
         self, gradient: Any, path: str, is_applied: tf.Tensor | None = None, round_mark: tf.Tensor | None = None
     ) -> tuple[EncodedGradient, Any]:
-        """Encodes the gradient of the variable at `path`.
+        """Encodes a gradient, dense or `tf.IndexedSlices`, of the variable at `path`.
 
-        Args:
-            gradient: A dense tensor or `tf.IndexedSlices`.
-            path: The path of the variable.
-            is_applied: Whether the update is made, a bool scalar; `None` if it certainly is. The state of the
-                compressor does not change otherwise: a residual is what remains of values that were sent.
-            round_mark: Of the round to which the gradient belongs, if only all its parts together tell whether the
-                update is made; see `round_mark`. The state of a round that was skipped is taken back in the next one.
-
-        Returns:
-            The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
+        `is_applied` says whether the update is made, a bool scalar; `None` if it certainly is. The state of the
+        compressor does not change otherwise: a residual is what remains of values that were sent. Where only all parts
+        of a round together tell whether the update is made, the gradient has a `round_mark`: the state of a round that
+        was skipped is taken back in the next one. Also returns its size in bytes on the network, a number or an int64
+        scalar.
         """
         if isinstance(gradient, tf.IndexedSlices):
             return self._encode_rows(gradient, path)
@@ -201,9 +196,6 @@ def update_directly(optimizer: Any, gradients: list[Any]) -> None:
     """Updates by the gradients of a custom training loop, which schedules its functions itself.
 
     Keras counts the update afterwards.
-
-    Raises:
-        ValueError: The optimizer accumulates gradients.
     """
     if optimizer.accumulation_steps > 1:
         raise ValueError(

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.losses.loss_scaling import LossStep
+from tfdist.losses.pruned_function import PrunedFunction
 from tfdist.parameter_server.worker_scope import WorkerScope
-from tfdist.tensorflow_internals.function_methods import inlined
-from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.tensorflow_internals.xla_functions import inlined
 from tfdist.utils.temporary_values import setting_attributes
 
 
@@ -26,16 +26,10 @@ class _Step(LossStep):
     """How the losses of a step are scaled. The gradients of parts are averaged, so a scaled loss is a mean."""
 
     scaled_degree = 0
+    mean_scale = 1  # what Keras divides by the number of replicas stays as it is
 
     def __init__(self) -> None:
-        self.fraction: Any = 1
-        self.sum_scale: Any = 1
         self._graph = tf.compat.v1.get_default_graph()
-
-    @property
-    def mean_scale(self) -> Any:
-        """What Keras divides by the number of replicas stays as it is."""
-        return 1
 
     @property
     def weight(self) -> Any:
@@ -66,10 +60,9 @@ class MicroStep(_Step):
     def __init__(self, sum_scale: Any = 1, normalizers: Sequence[tf.Tensor] = ()) -> None:
         """Creates the scaling.
 
-        Args:
-            sum_scale: The samples of all parts divided by those of this micro-step, a float64 scalar; or 1.
-            normalizers: Over all parts, in the order in which the means are taken. A mean beyond the last one counts
-                as one over the samples.
+        `sum_scale` is the number of samples of all parts divided by those of this micro-step, a float64 scalar; or 1.
+        `normalizers` are over all parts, in the order in which the means are taken. A mean beyond the last one counts
+        as one over the samples.
         """
         super().__init__()
         self.sum_scale = sum_scale
@@ -121,11 +114,7 @@ class LossNormalizers:
         self._functions: dict[Any, PrunedFunction] = {}
 
     def of(self, batches: Sequence[Any], number: int) -> list[float]:
-        """Returns the normalizers of a step on all rows of `batches`, in the order in which the losses use them.
-
-        Raises:
-            RuntimeError: The step on a complete batch has fewer than `number`.
-        """
+        """Returns the normalizers of a step on all rows of `batches`, in the order in which the losses use them."""
         return np.sum([self._of_batch(batch, number) for batch in batches], axis=0).tolist()
 
     def _of_batch(self, batch: Any, number: int) -> np.ndarray:

@@ -55,7 +55,11 @@ class Scheduler:
 
     def finished(self) -> Iterator[tuple[Any, Any]]:
         """Yields the functions that have ended, as (tag, result), and removes them."""
-        self._raise_error()
+        try:
+            self._coordinator.done()
+        except BaseException:
+            self._running.clear()
+            raise
         done = [item for item in self._running if is_done(item[0])]
         self._running = [item for item in self._running if not any(item is ended for ended in done)]
         for value, tag, _ in done:
@@ -70,13 +74,6 @@ class Scheduler:
             if until():
                 return
             pause(time.monotonic() - began, self._while_waiting)
-
-    def _raise_error(self) -> None:
-        try:
-            self._coordinator.done()
-        except BaseException:
-            self._running.clear()
-            raise
 
 
 def pause(waited_seconds: float, while_waiting: Callable[[], None]) -> None:

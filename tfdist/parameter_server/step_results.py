@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
-from tfdist.tensorflow_internals.pruned_function import needed_operations
+from tfdist.losses.pruned_function import needed_operations
+from tfdist.losses.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
 
 # "values": the logs, a structure of tensors, on the chief of arrays; "is_result": by value and result of a metric,
 # whether they are equal.
@@ -21,14 +21,10 @@ LogPart = dict[str, Any]
 def log_part(
     model: keras.Model, logs: Any, metrics: Sequence[tf.Tensor], mean_of: Callable[[tf.Tensor], tf.Tensor]
 ) -> LogPart:
-    """Returns the logs of a step on a part of a batch. Call this in the step's scope.
+    """Returns the logs that a step has returned for a part of a batch. Call this in the step's scope.
 
-    Args:
-        model: The model.
-        logs: What the step has returned.
-        metrics: The tensors at which the model's metrics have started. A log that was not computed from them is the
-            step's own value, also if it has the name of a metric.
-        mean_of: Returns a scalar as a mean over the part's samples.
+    `metrics` are the tensors at which the model's metrics have started. A log that was not computed from them is the
+    step's own value, also if it has the name of a metric. `mean_of` returns a scalar as a mean over the part's samples.
     """
     if not isinstance(logs, dict):
         logs = {}
@@ -62,7 +58,7 @@ def named_log_part(model: keras.Model, logs: dict[str, Any]) -> LogPart:
     return {"values": logs, "is_result": is_result.reshape([len(names), len(results)])}
 
 
-def combined(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
+def combined_logs(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
     """Returns the logs of parts together: means of what can be averaged, otherwise the first part's values."""
     if len(parts) == 1:
         return parts[0]
@@ -114,9 +110,12 @@ class ResultPacking:
         packed, separate, layout = [], [], list[tuple[tf.DType, list[int]] | None]()
         for value in tf.nest.flatten(structure):
             tensor = tf.convert_to_tensor(value)
-            if tensor.shape.is_fully_defined() and _is_number(tensor.dtype):
-                packed.append(tf.reshape(_bits(tensor), [-1]))
-                layout.append((tensor.dtype, tensor.shape.as_list()))
+            dtype = tensor.dtype
+            is_number = dtype == tf.bool or ((dtype.is_integer or dtype.is_floating) and dtype.size in _INTEGERS)
+            if tensor.shape.is_fully_defined() and is_number:
+                bits = tensor if dtype == tf.bool else tf.bitcast(tensor, _INTEGERS[dtype.size])
+                packed.append(tf.reshape(tf.cast(bits, tf.int64), [-1]))
+                layout.append((dtype, tensor.shape.as_list()))
             else:
                 separate.append(tensor)
                 layout.append(None)
@@ -144,13 +143,3 @@ class ResultPacking:
                 value = part.astype(_INTEGERS[dtype.size].as_numpy_dtype).view(dtype.as_numpy_dtype)
             values.append(value.reshape(shape))
         return tf.nest.pack_sequence_as(structure, values)
-
-
-def _is_number(dtype: tf.DType) -> bool:
-    return dtype == tf.bool or ((dtype.is_integer or dtype.is_floating) and dtype.size in _INTEGERS)
-
-
-def _bits(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype != tf.bool:
-        tensor = tf.bitcast(tensor, _INTEGERS[tensor.dtype.size])
-    return tf.cast(tensor, tf.int64)

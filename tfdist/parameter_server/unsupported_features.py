@@ -9,15 +9,11 @@ from tfdist.compression import MomentumCorrection, Policy
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.model_introspection import computes_over_all_replicas
 from tfdist.servers.server_monitor import is_reachable
-from tfdist.tensorflow_internals.function_methods import is_compiled
+from tfdist.tensorflow_internals.xla_functions import is_compiled
 
 
 def reject_unsupported_model(model: Any) -> None:
-    """Checks a compiled model.
-
-    Raises:
-        ValueError: Workers cannot train it; the message says why, and the remedy.
-    """
+    """Checks a compiled model."""
     optimizer = model.optimizer
     if optimizer is None:
         raise ValueError(
@@ -44,11 +40,7 @@ def reject_unsupported_model(model: Any) -> None:
 
 
 def reject_unsupported_clients(model: Any, policy: Policy) -> None:
-    """Checks a compiled model for federated averaging.
-
-    Raises:
-        ValueError: Clients cannot train it; the message says why, and the remedy.
-    """
+    """Checks a compiled model for federated averaging."""
     optimizer, variables = model.optimizer, model.trainable_variables
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
@@ -83,11 +75,7 @@ def reject_unsupported_clients(model: Any, policy: Policy) -> None:
 
 
 def reject_while_workers_are_lost(workers: Sequence[str], may_connect: bool) -> None:
-    """Checks that another strategy of this process may connect to the cluster.
-
-    Raises:
-        RuntimeError: A worker is lost or has just returned; the message says what to do.
-    """
+    """Checks that another strategy of this process may connect to the cluster."""
     lost = [f"worker {index} at {address}" for index, address in enumerate(workers) if not is_reachable(address)]
     if lost or not may_connect:
         received = f"no answer from {', '.join(lost)}" if lost else "a strategy that is reconnecting to a lost worker"

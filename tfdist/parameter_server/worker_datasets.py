@@ -7,20 +7,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import DataAdapter
-from tfdist.tensorflow_internals.pinned_functions import create_iterators
+from tfdist.tensorflow_internals.cluster_coordinator import create_iterators
 
 
 class WorkerIterator:
     """Represents the workers' iterators where `fit` expects an iterator of the chief."""
 
     def __init__(self, dataset: "WorkerDatasets") -> None:
-        """Creates an iterator over `dataset`."""
+        """Creates an iterator over `dataset`; a new epoch continues where the previous one ended."""
         self.dataset = dataset
-
-    @property
-    def on_workers(self) -> Any:
-        """Returns the workers' iterators; a new epoch continues where the previous one ended."""
-        return self.dataset.iterators
 
     def __iter__(self) -> "WorkerIterator":
         return self
@@ -42,23 +37,14 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
     is_drawn_by_workers = True  # it has no position on the chief, and no end
 
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset], coordinator: Any) -> None:
-        """Has each worker call `dataset_fn`.
-
-        Raises:
-            ValueError: `dataset_fn` does not return a dataset.
-        """
+        """Has each worker call `dataset_fn`."""
 
         def create() -> tf.data.Dataset:
             return dataset_fn(tf.distribute.InputContext(1, 0, 1))
 
         with tf.device("/job:chief/device:CPU:0"):
             # Once on the chief: workers create it in a function, in which its cardinality is unknown.
-            dataset = create()
-        if not isinstance(dataset, tf.data.Dataset):
-            raise ValueError(
-                f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
-                "tf.data.Dataset of batches."
-            )
+            dataset = _checked(create())
         self._spec = dataset.element_spec
         self._cardinality = int(dataset.cardinality())
         self.dataset_fn = create
@@ -86,11 +72,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
         return tf.nest.flatten(self._spec)[0].shape[0]
 
     def get_tf_dataset(self) -> "WorkerDatasets":
-        """Returns what the epoch iterator draws from.
-
-        Raises:
-            ValueError: The dataset is finite.
-        """
+        """Returns what the epoch iterator draws from."""
         if self._cardinality != tf.data.INFINITE_CARDINALITY:
             raise ValueError(
                 f"A worker's dataset is finite. Received: cardinality {self._cardinality}. Expected: an infinite one, "
@@ -125,9 +107,6 @@ class ClientDatasets(WorkerDatasets):
         """Traces `dataset_fn` for each client.
 
         The `input_pipeline_id` of the `tf.distribute.InputContext` that it takes is the number of the client.
-
-        Raises:
-            ValueError: `dataset_fn` does not return a dataset, or datasets whose elements differ in dtype or shape.
         """
         self.clients, self._strategy = clients, strategy
         self._functions = [_traced(dataset_fn, client, clients) for client in range(clients)]
@@ -175,6 +154,15 @@ class ClientDatasets(WorkerDatasets):
         ]
 
 
+def _checked(dataset: Any) -> tf.data.Dataset:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
+            "tf.data.Dataset of batches."
+        )
+    return dataset
+
+
 def _item(positions: Any, client: int) -> int:
     return int(positions[client])
 
@@ -190,12 +178,6 @@ def _traced(dataset_fn: Callable[..., tf.data.Dataset], client: int, clients: in
     context = tf.distribute.InputContext(num_input_pipelines=clients, input_pipeline_id=client, num_replicas_in_sync=1)
 
     def create(position: tf.Tensor) -> tf.data.Dataset:
-        dataset = dataset_fn(context)
-        if not isinstance(dataset, tf.data.Dataset):
-            raise ValueError(
-                f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
-                "tf.data.Dataset of batches."
-            )
-        return dataset.repeat().skip(position)
+        return _checked(dataset_fn(context)).repeat().skip(position)
 
     return tf.function(create).get_concrete_function(tf.TensorSpec([], tf.int64))

@@ -8,16 +8,16 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import values_of
-from tfdist.keras_internals.auto_jit_compile import jit_compiles_on_workers
+from tfdist.keras_internals.compiled_calls import jit_compiles_on_workers
 from tfdist.keras_internals.losses import means_of_outputs
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.loss_normalizers import MicroStep
-from tfdist.parameter_server.step_results import LogPart, combined, log_part
+from tfdist.parameter_server.step_results import LogPart, combined_logs, log_part
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates, WorkerScope
-from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
+from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def compute(
         [optimizer for optimizer, _ in steps[0]],
         scope.changes([counter], of_phase=not is_last),
         _metric_values(model, scope),
-        combined(logs, [size / samples for size in sizes]) if is_last else {},
+        combined_logs(logs, [size / samples for size in sizes]) if is_last else {},
         samples,
         count,
         tf.add_n([tf.constant(scope.bytes_pulled, tf.int64), *scope.rows_bytes_pulled]),

@@ -14,30 +14,29 @@ from tfdist.collectives.compressed_all_reduce import ENCODED_DTYPES
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices
 from tfdist.compression import Compressor, Dense, Group, Policy, WarmUp
 from tfdist.compression.gradient_tensors import all_finite, values_of
-from tfdist.pipeline.device_exchanges import exchanged_slices, gathered_from_columns, summed_over_columns
 from tfdist.pipeline.device_program import DeviceProgram, ExchangeRecord
-from tfdist.pipeline.transfers import DENSE, WEIGHT_GRADIENT, record_transfer, unrecorded
+from tfdist.pipeline.transfers import (
+    DENSE,
+    WEIGHT_GRADIENT,
+    exchanged_slices,
+    gathered_from_columns,
+    record_transfer,
+    summed_over_columns,
+    unrecorded,
+)
+
+_Write = tuple[Any, tf.Tensor, tf.Tensor | None]  # a variable, and the new value of it or of these rows
 
 
-class StateWrites:
-    """New values of variables on several devices."""
-
-    def __init__(self) -> None:
-        self._by_device: dict[str, list[tuple[tf.Variable, tf.Tensor, tf.Tensor | None]]] = defaultdict(list)
-
-    def __bool__(self) -> bool:
-        return bool(self._by_device)
-
-    def add(self, variable: tf.Variable, value: tf.Tensor, rows: tf.Tensor | None = None) -> None:
-        """Adds the new `value` of a variable, or of the `rows` of it. Both are on the device of the variable."""
-        self._by_device[variable.device].append((variable, value, rows))
-
-    def apply(self, finite: tf.Tensor) -> None:
-        """Assigns the values if the bool scalar `finite` is true. Only this scalar is sent to the devices."""
-        for device, writes in self._by_device.items():
-            variables, values, rows = (list(column) for column in zip(*writes, strict=True))
-            with tf.device(device):
-                _function(variables)(tf.identity(finite), values, rows)
+def _write(writes: Sequence[_Write], finite: tf.Tensor) -> None:
+    """Assigns the values if the bool scalar `finite` is true. Only this scalar is sent to the devices."""
+    by_device: dict[str, list[_Write]] = defaultdict(list)
+    for write in writes:
+        by_device[write[0].device].append(write)
+    for device, of_device in by_device.items():
+        variables, values, rows = (list(column) for column in zip(*of_device, strict=True))
+        with tf.device(device):
+            _function(variables)(tf.identity(finite), values, rows)
 
 
 def _function(variables: list[tf.Variable]) -> Callable[..., None]:
@@ -93,9 +92,6 @@ class ColumnReduction:
 
         While a `WarmUp` sends gradients uncompressed, another branch of the graph does both. It contains the update,
         because results of a branch would pass through one device.
-
-        Raises:
-            ValueError: Variables are sent uncompressed in different numbers of steps.
         """
         counted = [gradient for gradient in gradients if self._warm_up_of(gradient) is not None]
         steps = {self._warm_up_of(gradient).steps for gradient in counted}
@@ -117,7 +113,7 @@ class ColumnReduction:
         results: list[list[Any]] = [[]] * len(gradients)  # by variable
         finite: list[tf.Tensor] = []
         exact: list[Any] = []  # sums of the first column that were not compressed
-        writes = StateWrites()
+        writes: list[_Write] = []
         together: dict[Any, list[int]] = defaultdict(list)
         for position, gradient in enumerate(gradients):
             compressor, has_state = self._resolve(gradient)
@@ -132,13 +128,13 @@ class ColumnReduction:
                 exact.append(results[position][0])
         for (compressor, *_), positions in together.items():
             for bucket in fill_buckets([gradients[index].of_columns[0] for index in positions], DEFAULT_BUCKET_BYTES):
-                chosen = [positions[index] for index in bucket.positions]
+                chosen = [positions[index] for index in bucket]
                 sums, flag = self._sum_bucket([gradients[index] for index in chosen], compressor, writes, is_warm_up)
                 finite.append(flag)
                 for position, of_columns in zip(chosen, zip(*sums, strict=True), strict=True):
                     results[position] = list(of_columns)
         if writes:
-            writes.apply(tf.reduce_all(tf.stack([*finite, *_finite_on_devices(exact)])))
+            _write(writes, tf.reduce_all(tf.stack([*finite, *_finite_on_devices(exact)])))
         return [list(of_column) for of_column in zip(*results, strict=True)]
 
     def _resolve(self, gradient: ColumnGradient) -> tuple[Compressor, bool]:
@@ -161,7 +157,7 @@ class ColumnReduction:
         ]
 
     def _sum_bucket(
-        self, gradients: Sequence[ColumnGradient], compressor: Compressor, writes: StateWrites, is_warm_up: bool
+        self, gradients: Sequence[ColumnGradient], compressor: Compressor, writes: list[_Write], is_warm_up: bool
     ) -> tuple[Sums, tf.Tensor]:
         """Sums dense gradients of one compressor on the same devices."""
         has_state = [self._resolve(gradient)[1] for gradient in gradients]
@@ -188,11 +184,11 @@ class ColumnReduction:
         for column, (_, new_states, _) in enumerate(results):
             for of_columns, new_state in zip(variables, new_states, strict=True):
                 for name, value in new_state.items():
-                    writes.add(of_columns[column][name], value)
+                    writes.append((of_columns[column][name], value, None))
         return [sums for sums, _, _ in results], results[0][2]
 
     def _sum_rows(
-        self, gradient: ColumnGradient, compressor: Compressor, writes: StateWrites, is_warm_up: bool
+        self, gradient: ColumnGradient, compressor: Compressor, writes: list[_Write], is_warm_up: bool
     ) -> tuple[list[Any], tf.Tensor]:
         """Sums sparse gradients of one variable."""
         method = _in_phase(compressor, is_warm_up)
@@ -213,7 +209,7 @@ class ColumnReduction:
         for entries, of_column, ((values, indices, rows), new_state, _) in zip(variables, slices, results, strict=True):
             sums.append(tf.IndexedSlices(values, indices, of_column.dense_shape))
             for name, value in new_state.items():
-                writes.add(entries[name], value, rows if value.shape.rank else None)
+                writes.append((entries[name], value, rows if value.shape.rank else None))
         return sums, results[0][2]
 
 
@@ -257,15 +253,12 @@ def _on_columns(reduce: Callable[..., Any], arguments: Sequence[list[Any]], devi
 class ColumnGroup(ExchangeRecord, Group):
     """Records the exchanges of a reduction that is being traced."""
 
+    size = 0
+
     def __init__(self, size: int, graph: Any) -> None:
         """Records those of `size` columns in `graph`."""
         super().__init__(graph)
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        """See `Group`."""
-        return self._size
+        self.size = size
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `Group`."""
@@ -275,7 +268,7 @@ class ColumnGroup(ExchangeRecord, Group):
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `Group`."""
         length = tensor.shape[0]
-        of_all = [length and length * self._size, *tensor.shape[1:]]
+        of_all = [length and length * self.size, *tensor.shape[1:]]
         return self._record("gather", tensor, of_all, gathered_from_columns)
 
     def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

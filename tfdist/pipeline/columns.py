@@ -12,12 +12,11 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH
 from tfdist.keras_internals.placed_variables import (
-    compiled_optimizer,
     held_variable,
     hold,
     holding,
     identity_of,
-    optimizers_of,
+    optimizer_and_loss_scale,
     shared_optimizer_variables,
 )
 from tfdist.pipeline.stage_functions import StageFunction
@@ -44,11 +43,6 @@ class Columns:
     axes: Mapping[int, int] = {}
 
     def __init__(self, devices: Sequence[Sequence[str]]) -> None:
-        """Creates the columns.
-
-        Args:
-            devices: By column and stage.
-        """
         self.devices = devices
         self._variables: list[keras.Variable] = []
 
@@ -61,23 +55,18 @@ class Columns:
         A variable is moved once. Functions that were traced then use it where it is, so it stays there if another model
         shares it, or if the same model is cut otherwise: for that one another stage's device may hold it.
 
-        Args:
-            model: The model.
-            stages: Its stages.
-            chief: The device of the optimizer's scalars.
-            colocated_with: By the id of a slot, the id of its weight. Slots that were moved are removed.
+        Scalars of the optimizer are on the chief. `colocated_with` has by the id of a slot the id of its weight; slots
+        that were moved are removed from it.
         """
         devices, moved = self.devices[0], MovedVariables()
         for variable in stages.variables:
             self._move_to(variable, devices[stages.owner[id(variable)]], chief, moved)
-        device_of = {identity_of(held_variable(one)): held_variable(one).device for one in stages.variables}
-        optimizer = compiled_optimizer(model)
-        if optimizer is not None:
-            shared = {id(one) for one in shared_optimizer_variables(optimizer)}
-            for variable in optimizer_variables(optimizer):
-                beside = device_of.get(colocated_with.pop(identity_of(held_variable(variable)), ""))
-                target = chief if id(variable) in shared else beside or devices[0]
-                self._move_to(variable, target, chief, moved)
+        device_of = {identity_of(held): held.device for held in map(held_variable, stages.variables)}
+        shared = _ids_of_shared(model)
+        for variable in optimizer_variables(model):
+            beside = device_of.get(colocated_with.pop(identity_of(held_variable(variable)), ""))
+            target = chief if id(variable) in shared else beside or devices[0]
+            self._move_to(variable, target, chief, moved)
         for variable in model.metrics_variables:
             if id(variable) not in stages.owner:
                 self._move_to(variable, devices[-1], chief, moved)
@@ -95,10 +84,9 @@ class Columns:
 
         They follow assignments to the variable of the first column from outside of a step.
         """
-        optimizer = compiled_optimizer(model)
-        of_optimizer = [] if optimizer is None else optimizer_variables(optimizer)
-        shared = set() if optimizer is None else {id(one) for one in shared_optimizer_variables(optimizer)}
-        self._variables = [*stages.variables, *(one for one in of_optimizer if id(one) not in shared)]
+        shared = _ids_of_shared(model)
+        of_optimizer = [variable for variable in optimizer_variables(model) if id(variable) not in shared]
+        self._variables = [*stages.variables, *of_optimizer]
         for variable in self._variables:
             held = held_variable(variable)
             if len(held.in_columns) == 1:
@@ -117,7 +105,6 @@ class Columns:
 
         It takes the optimizer, the variables, by column and variable the clipped gradients, and the columns.
         """
-        del optimizer
         return None
 
     def holds(self, variable: keras.Variable) -> bool:
@@ -137,7 +124,8 @@ class Columns:
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:
         """In the body, variables are held by their part or copy in a column."""
-        with holding({id(one): (one, held_variable(one).in_columns[column]) for one in self._variables}):
+        parts = {id(variable): (variable, held_variable(variable).in_columns[column]) for variable in self._variables}
+        with holding(parts):
             yield
 
     @contextmanager
@@ -158,7 +146,7 @@ class MovedVariables:
 
     def add(self, variable: keras.Variable, *earlier: tf.Variable) -> None:
         """Notes that other `tf.Variable`s than `earlier` will hold `variable`."""
-        self._earlier += [(variable.path, weakref.ref(one), weakref.ref(one.handle)) for one in earlier]
+        self._earlier += [(variable.path, weakref.ref(held), weakref.ref(held.handle)) for held in earlier]
 
     def warn_if_used(self) -> None:
         """Warns if something has kept an earlier `tf.Variable`, as a traced function does, once for all of them."""
@@ -179,10 +167,16 @@ class MovedVariables:
             )
 
     def _alive(self) -> list[tuple[str, weakref.ref[Any], weakref.ref[Any]]]:
-        return [one for one in self._earlier if one[2]() is not None]
+        return [entry for entry in self._earlier if entry[2]() is not None]
 
 
-def optimizer_variables(optimizer: Any) -> list[keras.Variable]:
-    """Returns all variables of an optimizer, and of the one inside a `LossScaleOptimizer`."""
-    inner, outer = optimizers_of(optimizer)
-    return list({id(one): one for one in [*inner.variables, *(outer.variables if outer else [])]}.values())
+def optimizer_variables(model: Any) -> list[keras.Variable]:
+    """Returns all variables of the optimizer of a model, and of the one inside a `LossScaleOptimizer`."""
+    pair = optimizer_and_loss_scale(getattr(model, "optimizer", None))
+    by_id = {id(variable): variable for optimizer in pair if optimizer is not None for variable in optimizer.variables}
+    return list(by_id.values())
+
+
+def _ids_of_shared(model: Any) -> set[int]:
+    optimizer = getattr(model, "optimizer", None)
+    return set() if optimizer is None else {id(variable) for variable in shared_optimizer_variables(optimizer)}

@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.independent_operations import independent_calls
+from tfdist.losses.pruned_function import needed_operations
+from tfdist.tensorflow_internals.operation_order import independent_calls
 
 Send = Callable[[Sequence[tf.Tensor], Sequence[str], Any], list[tf.Tensor]]
 
@@ -54,17 +55,9 @@ class ExchangeRecord:
         return self.rank
 
     def add(self, tensor: tf.Tensor, shape: Any, of_received: Any, send: Send | None, rejection: str) -> tf.Tensor:
-        """Records an exchange, and returns what a device receives.
+        """Records an exchange, and returns what a device receives, of the shape `of_received`.
 
-        Args:
-            tensor: What a device sends.
-            shape: The shape of it.
-            of_received: The shape of what it receives.
-            send: As `Exchange.send`.
-            rejection: What is wrong within a condition or a loop.
-
-        Raises:
-            ValueError: It is there.
+        A device sends `tensor`, whose shape the caller knows. The `rejection` says why it may not be in a loop.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(rejection)
@@ -81,7 +74,6 @@ class DeviceProgram:
     `send`; a function without such an exchange has a forward pass alone.
 
     Attributes:
-        devices: How many devices exchange tensors.
         calls: Before each exchange and after the last one, the functions that a device calls in turn.
         received: The names of the operations in place of what exchanges return.
         graph: What was traced.
@@ -95,19 +87,11 @@ class DeviceProgram:
         devices: int,
         group: Callable[[int, Any], ExchangeRecord],
     ) -> None:
-        """Traces `function`.
+        """Traces `function`, which takes a group and `arguments`, structures of `tf.TensorSpec` and None.
 
-        Args:
-            function: Takes a group and `arguments`; returns structures of tensors and None, the results and the
-                gradients.
-            arguments: Structures of `tf.TensorSpec` and None.
-            devices: How many devices exchange tensors.
-            group: Makes what records the exchanges, for this number of devices and a graph.
-
-        Raises:
-            ValueError: The function exchanges tensors within a condition or a loop.
+        It returns the results and the gradients, structures of tensors and None. `group` makes what records the
+        exchanges, for this number of devices and a graph.
         """
-        self.devices = devices
         specs = [spec for spec in tf.nest.flatten(arguments) if spec is not None]
         traces: list[Any] = []
 
@@ -129,7 +113,7 @@ class DeviceProgram:
         self._captured = dict(zip(inputs[len(specs) :], concrete.captured_inputs, strict=True))
         sources = inputs if rank is None else [*inputs, rank.name]
         outputs = [tensor.name for tensor in tf.nest.flatten(results) if tensor is not None]
-        self.calls = parts_of(concrete.graph, sources, self._exchanges, outputs)
+        self.calls = parts_between_exchanges(concrete.graph, sources, self._exchanges, outputs)
         self.received = [_operation(exchange.received) for exchange in self._exchanges]
         starts = [number for number, exchange in enumerate(self._exchanges) if exchange.send is None]
         self._end_of_forward = starts[0] if starts else len(self._exchanges)
@@ -142,17 +126,7 @@ class DeviceProgram:
         after: Sequence[list[tf.Operation]] | None = None,
         rows: Any = None,
     ) -> tuple[list[Any], "ProgramState"]:
-        """Adds the forward pass of all devices to the graph.
-
-        Args:
-            arguments: By device, on it.
-            devices: Their full names.
-            after: By device, the operations for which it waits; by default none.
-            rows: The number of samples, if it is not static.
-
-        Returns:
-            By device the results, and what the backward pass needs.
-        """
+        """Adds the forward pass of all devices to the graph; see `StageFunction.forward`."""
         _keep_alive(self)
         known: list[dict[str, tf.Tensor]] = []
         for rank, (of_device, device) in enumerate(zip(arguments, devices, strict=True)):
@@ -169,15 +143,9 @@ class DeviceProgram:
     def backward(
         self, state: "ProgramState", seeds: Sequence[Sequence[tf.Tensor]], after: Sequence[list[tf.Operation]]
     ) -> list[Any]:
-        """Adds the backward pass of all devices to the graph.
+        """Adds the backward pass of all devices to the graph, and returns by device the gradients.
 
-        Args:
-            state: That of the forward pass.
-            seeds: By device, what it receives at the exchanges without `send`, in their order.
-            after: By device, the operations for which it waits.
-
-        Returns:
-            By device, the gradients.
+        `seeds` are by device what it receives at the exchanges without `send`, in their order.
         """
         names = [exchange.received for exchange in self._exchanges if exchange.send is None]
         for tensors, of_device in zip(state.known, seeds, strict=True):
@@ -224,24 +192,20 @@ class Part:
     outputs: list[str]
 
 
-def parts_of(
+def parts_between_exchanges(
     graph: Any, sources: Sequence[str], exchanges: Sequence[Exchange], outputs: Sequence[str]
 ) -> list[list[Part]]:
-    """Returns the parts of a traced function: before each exchange and after the last one, those to be called in turn.
+    """Returns the parts of a traced graph: before each exchange and after the last one, those to be called in turn.
 
-    Args:
-        graph: Its graph.
-        sources: The names of its inputs, and of the number of the device.
-        exchanges: Where it is cut.
-        outputs: The names of its results.
+    `sources` are the names of its inputs, and of the number of the device, `outputs` those of its results.
     """
     number = {_operation(name): 0 for name in sources}
     number |= {_operation(exchange.received): index + 1 for index, exchange in enumerate(exchanges)}
     wanted = {*outputs, *(exchange.sent for exchange in exchanges)}
     # As in a `tf.function`, such as prints and assertions, whose control dependencies are lost between parts.
     effects = [operation for operation in graph.get_operations() if operation.op_def.is_stateful]
-    needed = _needed([*(graph.get_operation_by_name(_operation(name)) for name in wanted), *effects])
-    computed = needed - number.keys()
+    needed = needed_operations(*(graph.get_operation_by_name(_operation(name)) for name in wanted), *effects)
+    computed = needed.keys() - number.keys()
     operations = [operation for operation in _in_order(graph) if operation.name in computed]
     for operation in operations:
         number[operation.name] = max((number[tensor.op.name] for tensor in operation.inputs), default=_NO_EXCHANGE)
@@ -253,7 +217,9 @@ def parts_of(
         if index == 0:  # also results and effects of constants
             constants = [operation for operation in operations if number[operation.name] == _NO_EXCHANGE]
             of_part += [
-                constant for constant in constants if constant.name in of_effects or wanted & _results(constant)
+                constant
+                for constant in constants
+                if constant.name in of_effects or wanted & {tensor.name for tensor in constant.outputs}
             ]
         names = {operation.name for operation in of_part}
         later = [operation for operation in operations if operation.name not in names]
@@ -289,7 +255,7 @@ class _CutGraph:
         names = {operation.name for operation in operations}
         if sent is None or sent.name not in names:
             return [(operations, returned)]
-        first = _needed([sent], names) | self._of_constants
+        first = needed_operations(sent).keys() | self._of_constants
         rest = [operation for operation in operations if operation.name not in first]
         if not any(operation.type in _COSTLY for operation in rest):
             return [(operations, returned)]
@@ -300,30 +266,23 @@ class _CutGraph:
         return [(urgent, {*returned, *passed}), (rest, returned)]
 
     def part(self, operations: list[tf.Operation], returned: Collection[str]) -> Part:
-        """Returns operations as a function that is neither inlined nor ordered after others.
-
-        Args:
-            operations: Those that it computes, beside the constants that they need.
-            returned: The names of the tensors that others take.
-        """
+        """Returns operations, with the constants that they need, as a function that is neither inlined nor ordered."""
         names = {operation.name for operation in operations}
         taken = {tensor.name: tensor for operation in operations for tensor in operation.inputs}
         outside = [tensor for tensor in taken.values() if tensor.op.name not in names]
         constants = [tensor.op for tensor in outside if tensor.op.name in self._of_constants]
         inputs = [tensor for tensor in outside if tensor.op.name not in self._of_constants]
         results = [tensor for operation in operations for tensor in operation.outputs if tensor.name in returned]
-        return self._function(names | _needed(constants), inputs, results)
-
-    def _function(self, names: set[str], inputs: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> Part:
+        names |= needed_operations(*constants).keys()
         placeholders = {tensor.name: f"tfdist_input_{index}" for index, tensor in enumerate(inputs)}
         part = tf.compat.v1.GraphDef(versions=self._definition.versions, library=self._definition.library)
         for node in self._definition.node:
             if node.name in names:
                 copy = part.node.add()
                 copy.CopyFrom(node)
-                taken = [placeholders.get(_full_name(name), name) for name in node.input if not name.startswith("^")]
+                data = [name for name in node.input if not name.startswith("^")]
                 del copy.input[:]
-                copy.input.extend(taken)
+                copy.input.extend(placeholders.get(name if ":" in name else f"{name}:0", name) for name in data)
                 copy.attr.pop("_class", None)
         for tensor in inputs:
             node = part.node.add(name=placeholders[tensor.name], op="Placeholder")
@@ -364,28 +323,9 @@ def _in_order(graph: Any) -> list[tf.Operation]:
     return list(ordered.values())
 
 
-def _needed(operations: Sequence[tf.Operation], inner: Collection[str] | None = None) -> set[str]:
-    """Returns the names of `operations` and of all, or those in `inner`, whose data they need."""
-    needed, waiting = set(), list(operations)
-    while waiting:
-        operation = waiting.pop()
-        if operation.name not in needed and (inner is None or operation.name in inner):
-            needed.add(operation.name)
-            waiting += [tensor.op for tensor in operation.inputs]
-    return needed
-
-
-def _results(operation: tf.Operation) -> set[str]:
-    return {tensor.name for tensor in operation.outputs}
-
-
 def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
 
 
 def _operation(name: str) -> str:
     return name.partition(":")[0]
-
-
-def _full_name(name: str) -> str:
-    return name if ":" in name else f"{name}:0"

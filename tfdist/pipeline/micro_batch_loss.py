@@ -8,7 +8,7 @@ of the batch are computed beforehand, from masks, targets and weights alone.
 
 import contextvars
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -17,9 +17,10 @@ import tensorflow as tf
 from tfdist.keras_internals.compiled_loss import loss_parts
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
+from tfdist.keras_internals.losses import times
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.tensorflow_internals.factors import times
-from tfdist.tensorflow_internals.pruned_function import PrunedFunction
+from tfdist.losses.pruned_function import PrunedFunction
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)
 
@@ -38,43 +39,25 @@ class _PartLoss(LossStep):
 
     has_totals = True
     samples_are_static = False  # the loss of an output stays a part
+    mean_scale: Any = None
+    number_of_samples: Any = None
 
     def __init__(self, fraction: tf.Tensor, is_real: tf.Tensor, samples: Any) -> None:
-        self.fraction, self._fraction_of_samples = fraction, fraction
-        self.sum_scale = is_real
-        self._samples = samples
+        self.fraction = self.mean_scale = fraction
+        self.sum_scale, self.number_of_samples = is_real, samples
         self.num_divisors = 0
-
-    @property
-    def mean_scale(self) -> Any:
-        """The fraction of the samples of the batch."""
-        return self._fraction_of_samples
-
-    @property
-    def number_of_samples(self) -> Any:
-        """The number of rows of the micro-batch."""
-        return self._samples
 
     @contextmanager
     def running(self, data: Any) -> Iterator[None]:
         """Scales the losses that are computed in the body from `data`, tensors whose first axis holds the samples."""
-        self.observe(data, self._samples)
-        token = _current.set(self)
-        try:
+        self.observe(data, self.number_of_samples)
+        with setting(_current, self):
             yield
-        finally:
-            _current.reset(token)
 
-    @contextmanager
-    def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
+    def share_of(self, divisor: tf.Tensor) -> AbstractContextManager[None]:
         """Sets `fraction` to this part's share of `divisor`, a float32 scalar, of the batch."""
-        before = self.fraction
         divisor = times(tf.stop_gradient(divisor), self.sum_scale)
-        self.fraction = tf.math.divide_no_nan(divisor, self.total_of(divisor))
-        try:
-            yield
-        finally:
-            self.fraction = before
+        return setting_attributes(self, fraction=tf.math.divide_no_nan(divisor, self.total_of(divisor)))
 
     def total_of(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum over all micro-batches of `value`, a float scalar."""
@@ -95,14 +78,7 @@ class MicroBatchLoss(_PartLoss):
     recomputes = True
 
     def __init__(self, fraction: tf.Tensor, is_real: tf.Tensor, samples: Any, divisors: tf.Tensor) -> None:
-        """Creates the scaling.
-
-        Args:
-            fraction: The samples of the micro-batch divided by those of the batch, a float32 scalar.
-            is_real: 1, or 0 if the micro-batch has no samples and computes on those of another one; float32.
-            samples: The number of rows, an int or an int32 scalar.
-            divisors: Those of the batch, in the order in which the losses use them, a float32 vector.
-        """
+        """Scales by the arguments of a stage, see `StageInputs`; `samples` is an int or an int32 scalar."""
         super().__init__(fraction, is_real, samples)
         self._divisors = divisors
 
@@ -128,21 +104,13 @@ class DivisorRecording(_PartLoss):
 
 
 def divisors_of(model: Any, graph: FunctionalGraph, batch: Any, number: int, *, training: bool) -> tf.Tensor:
-    """Returns the divisors of a batch, a float32 vector, in the order in which the losses use them.
+    """Returns the `number` divisors of a batch, a float32 vector, in the order in which the losses use them.
 
     The model is traced on the complete batch, and the trace is pruned to what the divisors need. For the mask of an
     `Embedding` that is the comparison of ids with zero. The losses get tensors of one number in place of the outputs,
     with their shapes and masks: a divisor may depend on the shape of an output, as that of `ignore_class` does.
 
-    Args:
-        model: The compiled model.
-        graph: Its graph.
-        batch: The inputs as the graph has them, and inputs, targets and weights for the losses.
-        number: How many divisors a micro-batch has.
-        training: Whether layers compute as in training.
-
-    Raises:
-        ValueError: A divisor depends on the model's weights.
+    The `batch` has the inputs as the graph has them, and inputs, targets and weights for the losses.
     """
     given = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
@@ -175,7 +143,7 @@ def _recorded(model: Any, graph: FunctionalGraph, data: Any, output: tf.Tensor, 
         for call in graph.calls:
             results = call(values, training=training)
             values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
-        filled = [_filled(values[id(one)], recording.number_of_samples, output) for one in graph.outputs]
+        filled = [_filled(values[id(symbolic)], recording.number_of_samples, output) for symbolic in graph.outputs]
         y_pred = graph.packed_outputs(filled)
         loss_parts(model, recording, x, y, y_pred, sample_weight, training=training)
     return recording.divisors

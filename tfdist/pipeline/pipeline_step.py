@@ -8,20 +8,26 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import rejects_xla
-from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
-from tfdist.keras_internals.compiled_outputs import accuracies_of_choices
+from tfdist.compression.gradient_tensors import added
+from tfdist.keras_internals.compiled_calls import rejects_xla
+from tfdist.keras_internals.compiled_loss import accuracies_of_choices, overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.pipeline.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.pipeline.column_reduction import ColumnGradient, ColumnReduction
-from tfdist.pipeline.column_run import ColumnRun, CopyRun, added
+from tfdist.pipeline.column_run import (
+    ColumnRun,
+    CopyRun,
+    StageValues,
+    are_even,
+    changed_states,
+    combined_state,
+    micro_batches_of,
+    read_values,
+)
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.layer_states import StageValues, changed_states, combined, read_values
-from tfdist.pipeline.pipeline import Pipeline
-from tfdist.pipeline.pipeline_schedule import tasks_of_stage
+from tfdist.pipeline.pipeline import Pipeline, tasks_of_stage
 from tfdist.pipeline.stage_functions import StageKind, StepFunctions
 from tfdist.pipeline.stages import ModelStages
 from tfdist.pipeline.transfers import (
@@ -34,64 +40,48 @@ from tfdist.pipeline.transfers import (
     record_transfer,
 )
 from tfdist.pipeline.update import loss_scale_of, unscaling_of, update_columns, updates_weights
-from tfdist.tensorflow_internals.independent_operations import independent_calls
+from tfdist.tensorflow_internals.operation_order import independent_calls
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PipelineStep:
-    """The steps of a placed model. Call its methods while a function is traced."""
+    """The steps of a placed model, with batches on the chief. Call its methods while a function is traced."""
 
-    def __init__(
-        self,
-        model: Any,
-        stages: ModelStages,
-        columns: Columns,
-        pipeline: Pipeline,
-        chief: str,
-        reduction: ColumnReduction,
-        counters: LinkCounters,
-    ) -> None:
-        """Prepares the steps.
-
-        Args:
-            model: The Keras model.
-            stages: Its stages.
-            columns: Their devices and copies.
-            pipeline: The options.
-            chief: The device of batches and scalars.
-            reduction: Sums the gradients of the columns.
-            counters: Count what the steps send.
-        """
-        self._model, self._stages, self._columns = model, stages, columns
-        self._pipeline, self._chief = pipeline, chief
-        self._reduction, self._counters = reduction, counters
+    model: Any
+    stages: ModelStages
+    columns: Columns
+    pipeline: Pipeline
+    chief: str
+    reduction: ColumnReduction
+    counters: LinkCounters
 
     def train(self, data: Any) -> Any:
         """Computes the gradients of a batch, updates the model, and returns the logs, as `Model.train_step` does."""
-        if not self._model.trainable_variables:
+        if not self.model.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)  # as Keras does
             return self._evaluated(data, "train_step", training=True)
-        optimizer, sent = self._model.optimizer, Transfers(self._chief)
+        optimizer, sent = self.model.optimizer, Transfers(self.chief)
         updates = updates_weights(optimizer)
         with sent.recording():
             batch = _Batch(self, data, StageKind(training=True, has_loss=True))
             batch.run(loss_scale_of(optimizer))
-            gradients = gradients_of(self._model, self._stages, self._columns, batch.runs)
+            gradients = gradients_of(self.model, self.stages, self.columns, batch.runs)
             penalties, of_weights = self._regularization()
             batch.assign_states()
 
             def update(sums: list[list[Any]]) -> None:
-                of_columns = by_column(sums, self._columns)
+                of_columns = by_column(sums, self.columns)
                 for of_column, of_regularizers in zip(of_columns, of_weights, strict=True):
                     for index, gradient in of_regularizers:
                         with tf.device(gradient.device):
                             of_column[index] = added(of_column[index], gradient)
-                variables, may_compile = self._model.trainable_variables, not rejects_xla(self._model)
-                update_columns(optimizer, variables, of_columns, self._columns, compiles_large=may_compile)
+                variables, may_compile = self.model.trainable_variables, not rejects_xla(self.model)
+                update_columns(optimizer, variables, of_columns, self.columns, compiles_large=may_compile)
 
-            with self._columns.updating():
-                self._reduction(gradients, update)
+            with self.columns.updating():
+                self.reduction(gradients, update)
             logs = batch.logs(penalties)
-        self._counters.add("train_step", sent.total(), updates)
+        self.counters.add("train_step", sent.total(), updates)
         return logs
 
     def test(self, data: Any) -> Any:
@@ -99,37 +89,37 @@ class PipelineStep:
         return self._evaluated(data, "test_step", training=False)
 
     def _evaluated(self, data: Any, name: str, *, training: bool) -> Any:
-        sent = Transfers(self._chief)
+        sent = Transfers(self.chief)
         with sent.recording():
             batch = _Batch(self, data, StageKind(training=training, has_loss=True))
             batch.run(None)
             batch.assign_states()
-            penalties = [loss for _, loss, _ in regularization_losses(self._model.trainable_variables, None)]
+            penalties = [loss for _, loss, _ in regularization_losses(self.model.trainable_variables, None)]
             logs = batch.logs(penalties)
-        self._counters.add(name, sent.total())
+        self.counters.add(name, sent.total())
         return logs
 
     def predict(self, data: Any) -> Any:
         """Returns the outputs for a batch, as `Model.predict_step` does."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        sent = Transfers(self._chief)
+        sent = Transfers(self.chief)
         with sent.recording():
             batch = _Batch(self, (x,), StageKind(training=False, has_loss=False))
             batch.run(None)
             batch.assign_states()
             outputs = batch.predictions()
-        self._counters.add("predict_step", sent.total())
+        self.counters.add("predict_step", sent.total())
         return outputs
 
     def _regularization(self) -> tuple[list[tf.Tensor], list[list[tuple[int, Any]]]]:
         """Returns the losses of weights, and by column the indices of regularized variables and the gradients."""
-        variables, penalties = self._model.trainable_variables, []
+        variables, penalties = self.model.trainable_variables, []
         of_columns: list[list[tuple[int, Any]]] = []
-        for column in range(len(self._columns)):
-            with self._columns.entered(column):
+        for column in range(len(self.columns)):
+            with self.columns.entered(column):
                 losses = list(regularization_losses(variables, tf.ones([])))
-            is_part = [id(variables[index]) in self._columns.axes for index, _, _ in losses]
-            known = [column == 0 or (column < self._columns.ways and part) for part in is_part]
+            is_part = [id(variables[index]) in self.columns.axes for index, _, _ in losses]
+            known = [column == 0 or (column < self.columns.ways and part) for part in is_part]
             penalties += [loss for (_, loss, _), counts in zip(losses, known, strict=True) if counts]
             of_columns.append([(index, gradient) for index, _, gradient in losses if gradient is not None])
         return penalties, of_columns
@@ -139,37 +129,36 @@ class _Batch:
     """One batch on its way through all columns."""
 
     def __init__(self, step: PipelineStep, data: Any, kind: StageKind) -> None:
-        model, self._stages, self._columns = step._model, step._stages, step._columns
-        self._model, self._pipeline, self._kind, self._chief = model, step._pipeline, kind, step._chief
-        self.devices = step._columns.devices
+        model, self._stages, self._columns = step.model, step.stages, step.columns
+        self._model, self._pipeline, self._chief = model, step.pipeline, step.chief
+        self.devices = step.columns.devices
         self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._inputs = self._stages.graph.flat_inputs(self.x)
         own_loss = kind.has_loss and overrides_compute_loss(model)
         self._data = (self.x if own_loss else None, self.y, self.sample_weight) if kind.has_loss else None
-        self._ways = step._columns.ways
-        parts = step._pipeline.micro_batches * (len(self.devices) // self._ways)
+        self._ways = step.columns.ways
+        parts = step.pipeline.micro_batches * (len(self.devices) // self._ways)
         self._parts = micro_batches_of([self._inputs, self._data], parts)
+        self._kind = dataclasses.replace(kind, is_even=are_even(self._parts))
         self._seeds = seed_states(model)
         self._averaged = {id(variable) for variable in batch_statistics(model)} if kind.training else set()
         self.runs: list[ColumnRun] = []
         self._accuracies: Sequence[Any] = ()
-        self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
+        self._joined: list[tuple[str, tf.Tensor, Sequence[tf.Tensor]]] = []
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
         batch = (self._inputs, self._data)
-        kind = dataclasses.replace(self._kind, is_even=are_even(self._parts))
         trace = self._columns.stage_function
-        functions = StepFunctions(self._model, self._stages, kind, batch, self._chief, trace)
+        functions = StepFunctions(self._model, self._stages, self._kind, batch, self._chief, trace)
         pipeline, count = self._pipeline, len(self._stages.stages)
         orders = [
             tasks_of_stage(pipeline.schedule, index, count, pipeline.micro_batches, training=loss_scale is not None)
             for index in range(count)
         ]
-        trainable = {id(variable) for variable in self._model.trainable_variables}
         for group in range(len(self.devices) // self._ways):
             columns = range(group * self._ways, (group + 1) * self._ways)
-            values = [self._values(column, group, trainable if loss_scale is not None else ()) for column in columns]
+            values = [self._values(column, group) for column in columns]
             first = group * pipeline.micro_batches
             parts = self._parts[first : first + pipeline.micro_batches]
             devices = [self.devices[column] for column in columns]
@@ -178,45 +167,36 @@ class _Batch:
                 run.run(orders, self._inputs, self._data)
             self.runs += run.columns
             self._accuracies = run.accuracies
-        if self._kind.has_loss and not self._has_loss():
+        regularized = any(getattr(variable, "regularizer", None) for variable in self._model.trainable_variables)
+        results = [result for run in self.runs for result in run.results.values()]
+        if self._kind.has_loss and not regularized and all(result.loss is None for result in results):
             raise ValueError(
                 "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
                 "a `loss` in `compile`, a layer with `add_loss`, or a regularizer."
             )
 
-    def _values(self, column: int, group: int, trainable: Collection[int]) -> list[StageValues]:
+    def _values(self, column: int, group: int) -> list[StageValues]:
         """Returns the values of the variables of a column by stage."""
-        devices = self.devices[column]
+        devices, stages = self.devices[column], self._stages
         with self._columns.entered(column):
-            return [
-                StageValues(
-                    stage,
-                    read_values(self._stages, stage, devices, self._seeds, group),
-                    trainable,
-                    self._averaged,
-                )
-                for stage in self._stages.stages
-            ]
+            values = [read_values(stages, stage, devices, self._seeds, group) for stage in stages.stages]
+        return [StageValues(*pair, self._averaged) for pair in zip(stages.stages, values, strict=True)]
 
     @property
     def _whole_runs(self) -> list[ColumnRun]:
         """Of each group of columns that share a copy of the model, the first one's run."""
         return self.runs[:: self._ways]
 
-    def _has_loss(self) -> bool:
-        regularized = any(getattr(variable, "regularizer", None) for variable in self._model.trainable_variables)
-        return regularized or any(result.loss is not None for run in self.runs for result in run.results.values())
-
     def assign_states(self) -> None:
         """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""
         of_columns = [run.values for run in self._whole_runs]
-        states = changed_states(self._stages, of_columns, self._seeds, self._averaged)
+        states = changed_states(self._stages, of_columns, self._seeds)
         variables = {id(variable): variable for variable in self._stages.variables}
         with self._columns.updating():
             for key, values in states.items():
                 variable, before = variables[key], held_variable(variables[key])
                 with tf.device(before.device):
-                    new = combined(variable, values, before.read_value(), is_average=key in self._averaged)
+                    new = combined_state(variable, values, before.read_value(), is_average=key in self._averaged)
                 for held in before.in_columns:
                     record_transfer(WEIGHT, [new], held.device)
                     with tf.device(held.device):
@@ -226,7 +206,7 @@ class _Batch:
         """Returns the outputs of the model for the batch, which its caller receives."""
         outputs = self._outputs()
         flat = tf.nest.flatten(outputs)
-        self._joined.record(flat)
+        self._record_joined(flat)
         record_transfer(PREDICTION, flat, self._chief, rows=tf.shape(self._inputs[0])[0])
         return outputs
 
@@ -247,17 +227,38 @@ class _Batch:
         stage = self._stages.stages[index]
         position = next(i for i, tensor in enumerate(stage.outputs) if tensor is symbolic)
         results = [run.results[index, m] for run in self._whole_runs for m in range(self._pipeline.micro_batches)]
-        tensor = self._joined.join(PREDICTION, [result.tensors[position] for result in results])
+        tensor = self._join(PREDICTION, [result.tensors[position] for result in results])
         masks = [result.masks[position] for result in results]
         if masks[0] is not None:
-            set_mask(tensor, self._joined.join(PREDICTION, masks))
+            set_mask(tensor, self._join(PREDICTION, masks))
         return tensor
 
     def _targets(self) -> Any:
         """Returns targets and sample weights of the batch, on the device of the last stage."""
         leaves = [tf.nest.flatten(data[1:]) for run in self._whole_runs for data in run.data]
-        joined = [self._joined.join(BATCH, of_leaf) for of_leaf in zip(*leaves, strict=True)]
+        joined = [self._join(BATCH, of_leaf) for of_leaf in zip(*leaves, strict=True)]
         return tf.nest.pack_sequence_as((self.y, self.sample_weight), joined)
+
+    def _join(self, kind: str, of_micro_batches: Sequence[Any]) -> Any:
+        """Returns the rows of all micro-batches, on the device of the last stage; None for None."""
+        if of_micro_batches[0] is None:
+            return None
+        rows = self._inputs[0].shape[0]
+        with tf.device(self.devices[0][-1]):
+            parts = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
+            tensor = tf.concat(parts, 0)
+            if tensor.shape[0] is None and rows is not None:
+                tensor = tf.ensure_shape(tensor, [rows, *tensor.shape[1:]])
+        self._joined.append((kind, tensor, of_micro_batches))
+        return tensor
+
+    def _record_joined(self, returned: Collection[tf.Tensor] = ()) -> None:
+        """Records as sent what is used, or `returned` by the step. TensorFlow removes the rest from the step."""
+        kept = {tensor.ref() for tensor in returned}
+        for kind, tensor, of_micro_batches in self._joined:
+            if tensor.ref() in kept or any(user.type != "Shape" for user in tensor.consumers()):
+                for part, result in zip(self._parts, of_micro_batches, strict=True):
+                    record_transfer(kind, [result], self.devices[0][-1], rows=part.num_rows)
 
     def logs(self, penalties: Sequence[tf.Tensor]) -> Any:
         """Updates the metrics of the losses and the compiled metrics, and returns the logs."""
@@ -277,7 +278,7 @@ class _Batch:
             y, sample_weight = self._targets()
             with accuracies_of_choices(self._accuracies):
                 logs = self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
-        self._joined.record()
+        self._record_joined()
         return logs
 
 
@@ -299,57 +300,11 @@ def regularization_losses(
         yield index, loss, gradient
 
 
-class JoinedRows:
-    """The tensors of a batch that were joined in one step."""
-
-    def __init__(self, parts: Sequence[MicroBatch], rows: int | None, device: str) -> None:
-        """Starts with none.
-
-        Args:
-            parts: All micro-batches, in order.
-            rows: The number of rows of the batch; None if it is not static.
-            device: Where they are joined.
-        """
-        self._parts, self._rows, self._device = parts, rows, device
-        self._joined: list[tuple[str, tf.Tensor, Sequence[tf.Tensor]]] = []
-
-    def join(self, kind: str, of_micro_batches: Sequence[Any]) -> Any:
-        """Returns the rows of the batch; None for None.
-
-        Args:
-            kind: As what `record` records them.
-            of_micro_batches: By micro-batch its rows, or None.
-        """
-        if of_micro_batches[0] is None:
-            return None
-        with tf.device(self._device):
-            rows = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
-            tensor = tf.concat(rows, 0)
-            if tensor.shape[0] is None and self._rows is not None:
-                tensor = tf.ensure_shape(tensor, [self._rows, *tensor.shape[1:]])
-        self._joined.append((kind, tensor, of_micro_batches))
-        return tensor
-
-    def record(self, returned: Collection[tf.Tensor] = ()) -> None:
-        """Records as sent what is used, or `returned` by the step. TensorFlow removes the rest from the step."""
-        kept = {tensor.ref() for tensor in returned}
-        for kind, tensor, of_micro_batches in self._joined:
-            if tensor.ref() in kept or any(user.type != "Shape" for user in tensor.consumers()):
-                for part, result in zip(self._parts, of_micro_batches, strict=True):
-                    record_transfer(kind, [result], self._device, rows=part.num_rows)
-
-
 def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequence[Any]) -> list[ColumnGradient]:
     """Returns the gradients of the loss of a batch, for each trainable variable those of the columns that sum them.
 
     These are all columns. Of columns that share a copy of the model, each sums its own gradients with those of the
     columns in the same place: first all variables of the first place follow each other, then those of the next one.
-
-    Args:
-        model: The Keras model.
-        stages: Its stages.
-        columns: Its columns.
-        runs: By column, what it has computed.
     """
     of_columns = [_of_variables(stages, columns, run, column) for column, run in enumerate(runs)]
     unscale, gradients = unscaling_of(model.optimizer), []
@@ -377,8 +332,8 @@ def by_column(sums: Sequence[Sequence[Any]], columns: Columns) -> list[list[Any]
 def _of_variables(stages: ModelStages, columns: Columns, run: Any, column: int) -> dict[int, Any]:
     """Sums a column's gradients over the stages that share a variable, on the device that holds it."""
     totals: dict[int, Any] = {}
-    for stage, values, gradients in zip(stages.stages, run.values, run.gradients, strict=True):
-        for position, gradient in zip(values.trainable, gradients, strict=True):
+    for stage, gradients in zip(stages.stages, run.gradients, strict=True):
+        for position, gradient in gradients.items():
             key, device = id(stage.variables[position]), columns.devices_of(stage.variables[position])[column]
             record_transfer(WEIGHT_GRADIENT, [gradient], device)
             with tf.device(device):

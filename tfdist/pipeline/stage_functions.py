@@ -1,7 +1,7 @@
 """A stage as one function without side effects, which a step calls once for each micro-batch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
-from tfdist.keras_internals.replaced_calls import initial_scope
+from tfdist.keras_internals.layer_calls import initial_scope
+from tfdist.losses.pruned_function import OF_SHAPES, needed_operations
 from tfdist.pipeline.micro_batch_loss import MicroBatchLoss, divisors_of
 from tfdist.pipeline.stages import ModelStages, Stage
-from tfdist.tensorflow_internals.pruned_function import OF_SHAPES, needed_operations
 
 _LOOKUPS = ("Gather", "GatherV2")
 _SAME_ROWS = ("Cast", "Identity")
@@ -94,11 +94,7 @@ class StageFunction:
     recomputes = True
 
     def __init__(self, model: Any, stages: ModelStages, stage: Stage, kind: StageKind, example: StageInputs) -> None:
-        """Traces the function for arguments like `example`.
-
-        Raises:
-            ValueError: The stage uses state that has no place in it; the message names it.
-        """
+        """Traces the function for arguments like `example`."""
         self.changed: Sequence[keras.Variable] = ()
         self.num_divisors = 0
         self.fixed_tables: set[int] = set()
@@ -116,16 +112,10 @@ class StageFunction:
     def forward(
         self, arguments: Sequence[StageInputs], devices: Sequence[str], after: Sequence[list[tf.Operation]], rows: Any
     ) -> tuple[Sequence[StageResult], Any]:
-        """Adds the forward pass of a micro-batch to the graph.
+        """Adds the forward pass of a micro-batch; returns by device the results, and what the backward pass needs.
 
-        Args:
-            arguments: By device, on it.
-            devices: The full names of the devices that compute the stage together; here one.
-            after: By device, the operations for which it waits.
-            rows: The number of samples, if it is not static.
-
-        Returns:
-            By device the results, and what the backward pass needs.
+        `arguments`, `devices` (here one) and the operations `after` which it begins are by device; `rows` is the number
+        of samples, if it is not static.
         """
         [inputs], [device] = arguments, devices
         sources = self._sources(inputs)
@@ -147,16 +137,11 @@ class StageFunction:
     def backward(
         self, to_differentiate: Any, seeds: Sequence[Sequence[Any]], after: Sequence[list[tf.Operation]]
     ) -> list[list[Any]]:
-        """Adds the backward pass of a micro-batch to the graph.
+        """Adds the backward pass of a micro-batch, for what `forward` has returned to differentiate, to the graph.
 
-        Args:
-            to_differentiate: What `forward` has returned.
-            seeds: By device, the gradients of the outputs and of the stage's loss; None without one.
-            after: By device, the operations for which it waits.
-
-        Returns:
-            By device the gradients of `weights` and `inputs`, dense, `tf.IndexedSlices` or None; none at all if
-            nothing is differentiated.
+        The `seeds` are by device the gradients of the outputs and of the stage's loss; None without one. Returns by
+        device the gradients of `weights` and `inputs`, dense, `tf.IndexedSlices` or None; none at all if nothing is
+        differentiated.
         """
         tape, sources, result, device = to_differentiate
         pairs = zip([*result.tensors, result.loss], seeds[0], strict=True)
@@ -243,49 +228,33 @@ class StageFunction:
         return tf.cast(loss, tf.float32), of_outputs
 
 
+@dataclass(eq=False)
 class StepFunctions:
-    """The functions of all stages. Each is traced when the first micro-batch reaches its stage.
+    """The functions of all `stages`. Each is traced when the first micro-batch reaches its stage.
 
-    Attributes:
-        stages: The stages.
+    See `divisors_of` for `batch`. The divisors are on the chief. `trace` creates a function, as `StageFunction` does.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        stages: ModelStages,
-        kind: StageKind,
-        batch: Any,
-        chief: str,
-        trace: Callable[..., StageFunction],
-    ) -> None:
-        """Prepares a step.
-
-        Args:
-            model: The Keras model.
-            stages: Its stages.
-            kind: Which functions are traced.
-            batch: Of the complete batch the inputs as the graph has them, and inputs, targets and weights for losses.
-            chief: The device of the divisors.
-            trace: Creates the function of a stage, as `StageFunction` does.
-        """
-        self.stages = stages
-        self._model, self._kind, self._batch, self._chief = model, kind, batch, chief
-        self._trace = trace
-        self._functions: dict[int, Any] = {}
-        self._divisors: tf.Tensor | None = None
+    model: Any
+    stages: ModelStages
+    kind: StageKind
+    batch: Any
+    chief: str
+    trace: Callable[..., StageFunction]
+    _functions: dict[int, Any] = field(default_factory=dict)
+    _divisors: tf.Tensor | None = None
 
     def of(self, index: int, arguments: StageInputs) -> tuple[Any, StageInputs]:
         """Returns the function of a stage, and its arguments `arguments` with the divisors of the losses."""
         function = self._functions.get(index)
         if function is None:
-            function = self._trace(self._model, self.stages, self.stages.stages[index], self._kind, arguments)
+            function = self.trace(self.model, self.stages, self.stages.stages[index], self.kind, arguments)
             self._functions[index] = function
             if function.num_divisors:
-                with tf.control_dependencies(None), tf.device(self._chief):
+                with tf.control_dependencies(None), tf.device(self.chief):
                     number = function.num_divisors
                     self._divisors = divisors_of(
-                        self._model, self.stages.graph, self._batch, number, training=self._kind.training
+                        self.model, self.stages.graph, self.batch, number, training=self.kind.training
                     )
         return function, arguments._replace(divisors=self._divisors) if function.num_divisors else arguments
 
@@ -377,10 +346,8 @@ def _check_captures(function: Any, stage: Stage) -> None:
 def tables_of_fixed_rows(traced: Any, tables: int, received: Iterable[str] = ()) -> set[int]:
     """Returns the positions of the tables whose rows do not depend on the values of the other arguments.
 
-    Args:
-        traced: A concrete function.
-        tables: How many of its first arguments are tables.
-        received: The names of further operations whose values may differ in each call.
+    The first `tables` arguments of the `traced` function are tables. The values of operations that are `received` may
+    differ in each call, too.
     """
     own = traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
     positions = {tensor.op.name: position for position, tensor in enumerate(own[:tables])}
@@ -389,7 +356,7 @@ def tables_of_fixed_rows(traced: Any, tables: int, received: Iterable[str] = ())
     for operation in traced.graph.get_operations():
         if operation.type in _LOOKUPS and (name := _source(operation.inputs[0])) in positions:
             position = positions[name]
-            depends = not others.isdisjoint(needed_operations(operation.inputs[1].op, OF_SHAPES))
+            depends = not others.isdisjoint(needed_operations(operation.inputs[1].op, ends=OF_SHAPES))
             is_fixed[position] = is_fixed.get(position, True) and not depends
     return {position for position, fixed in is_fixed.items() if fixed}
 

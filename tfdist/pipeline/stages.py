@@ -1,17 +1,113 @@
-"""The stages of a model: which layer calls, tensors and variables each of them has."""
+"""The stages of a model: the costs by which it is cut, the layer calls, tensors and variables of each, and a table.
 
-from collections.abc import Sequence
+Costs of layer calls are given, measured, or estimated from weights and outputs.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from statistics import mean
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.pipeline.layer_costs import elements_of, layer_costs
-from tfdist.pipeline.pipeline import Pipeline
+from tfdist.pipeline.pipeline import Pipeline, most_held
 from tfdist.utils.balanced_starts import balanced_starts
+from tfdist.utils.formatting import align_columns, format_bytes, format_count, short_device
+
+_RESOLUTION = 10**6  # a cost counts in millionths of the sum
+
+
+def layer_costs(calls: Sequence[LayerCall], given: Mapping[str, float] | None) -> list[int]:
+    """Returns by call its cost, on any scale: estimated, or `given` by the names of layers; others cost nothing."""
+    if given is None:
+        return [estimated_cost(call) for call in calls]
+    names = [call.name for call in calls]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ValueError(
+            f"The costs name layers that the model does not have. Received: {unknown}. Expected: names among "
+            f"{list(dict.fromkeys(names))}. Measure the costs of this model, by `strategy.measure_costs`."
+        )
+    costs = [float(given.get(name, 0.0)) for name in names]
+    return [round(cost / (sum(costs) or 1.0) * _RESOLUTION) for cost in costs]
+
+
+def estimated_cost(call: LayerCall) -> int:
+    """Returns an estimate of the time of a layer call per sample: weights times positions, plus outputs.
+
+    A matrix is multiplied with each position of a sequence or an image. An embedding only copies rows.
+    """
+    activations = sum(elements_of(tensor) for tensor in call.outputs)
+    if not isinstance(call.operation, keras.layers.Layer) or isinstance(call.operation, keras.layers.Embedding):
+        return activations
+    shape = call.outputs[0].shape if call.outputs else ()
+    positions = prod(size or 1 for size in shape[1:-1])
+    return int(call.operation.count_params()) * positions + activations if call.operation.built else activations
+
+
+def elements_of(tensor: Any) -> int:
+    """Returns the number of elements of a symbolic tensor per sample; unknown sizes count as 1."""
+    return prod(size or 1 for size in tensor.shape[1:])
+
+
+_REPETITIONS = 5
+
+
+def measured_costs(graph: FunctionalGraph, x: Any, device: str) -> dict[str, float]:
+    """Returns by the name of a layer the seconds that one call of it takes on `device`, forward and backward.
+
+    Each layer is computed in training, in a separate function: once to compile it, then five times, of which the
+    shortest counts. Masks of its inputs are left out. Weights and states do not change. `x` are the inputs of a
+    micro-batch.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)
+    values = dict(zip(map(id, graph.inputs), graph.flat_inputs(x), strict=True))
+    for call in graph.calls:
+        results, duration = _timed(call, values, device)
+        values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
+        seconds[call.name].append(duration)
+    return {name: mean(of_calls) for name, of_calls in seconds.items()}
+
+
+def _timed(call: LayerCall, values: dict[int, Any], device: str) -> tuple[list[tf.Tensor], float]:
+    variables = call.variables
+    is_trainable = [variable.trainable for variable in variables]
+    symbolic = list({id(tensor): tensor for tensor in call.inputs}.values())
+
+    def run(tensors: list[tf.Tensor], weights: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        trained = [weight for weight, trains in zip(weights, is_trainable, strict=True) if trains]
+        sources = [tensor for tensor in [*tensors, *trained] if tensor.dtype.is_floating]
+        scope = keras.StatelessScope(list(zip(variables, weights, strict=True)), collect_losses=True)
+        with tf.GradientTape(watch_accessed_variables=False) as tape, scope:
+            tape.watch(sources)
+            given = dict(zip(map(id, symbolic), tensors, strict=True))
+            results = [tf.convert_to_tensor(result) for result in call(given, training=True)]
+            computed = [tf.convert_to_tensor(result) for result in [*results, *scope.losses]]
+            targets = [tf.reduce_sum(tf.cast(tensor, tf.float32)) for tensor in computed if tensor.dtype.is_floating]
+        gradients = tape.gradient(tf.add_n(targets), sources) if targets and sources else []
+        present = [gradient for gradient in gradients if gradient is not None]
+        ends = [tf.reduce_sum(tf.cast(getattr(gradient, "values", gradient), tf.float32)) for gradient in present]
+        return results, tf.add_n([tf.zeros([]), *targets, *ends])
+
+    function = tf.function(run, autograph=False)
+    with tf.device(device):
+        tensors = [tf.identity(values[id(tensor)]) for tensor in symbolic]
+        weights = [tf.identity(variable.value) for variable in variables]
+        results, end = function(tensors, weights)
+        end.numpy()  # a device computes asynchronously
+        durations = []
+        for _ in range(_REPETITIONS):
+            start = time.perf_counter()
+            function(tensors, weights)[1].numpy()
+            durations.append(time.perf_counter() - start)
+    return results, min(durations)
 
 
 @dataclass(frozen=True)
@@ -91,16 +187,7 @@ class ModelStages:
 
 
 def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[keras.Variable] = ()) -> ModelStages:
-    """Cuts a model as the options of the pipeline say.
-
-    Args:
-        graph: The graph of the model.
-        pipeline: The options.
-        of_loss: Variables that the loss on the last stage uses, beside those of layers.
-
-    Raises:
-        ValueError: The model has too few layers, or not the layers that the cuts or the costs name.
-    """
+    """Cuts a model as the options of the pipeline say; `of_loss` are variables that only the loss uses."""
     if pipeline.stages > len(graph.calls):
         raise ValueError(
             f"The model has fewer layers than the pipeline has stages. Received: {len(graph.calls)} layers "
@@ -136,13 +223,8 @@ def _unique(items: Any) -> tuple[Any, ...]:
 def named_starts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:
     """Returns where stages begin whose first layers the user has named.
 
-    Args:
-        names: By position, the name of the layer; of a layer inside of a nested model the names of both, "model/layer".
-        cuts: The names of the first layers of stages 1 and following. A nested model stands for its first layer, and
-            a layer's own name is sufficient if it is unique.
-
-    Raises:
-        ValueError: A name is unknown or not unique, or the order differs from that of the layers.
+    The name of a layer inside of a nested model is "model/layer". In `cuts` a nested model stands for its first layer,
+    and a layer's own name is sufficient if it is unique.
 
     >>> named_starts(["a", "b", "c"], ["c"])
     [0, 2]
@@ -181,3 +263,47 @@ def _named(names: Sequence[str], cut: str) -> list[str]:
         if is_in:
             found.setdefault(f"{before}/{cut}", name)
     return list(found.values())
+
+
+_HEADINGS = ("stage", "device", "layers", "parameters", "cost", "sends/sample", "held")
+
+
+def stage_table(stages: ModelStages, pipeline: Pipeline, columns: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table of the stages, whose devices are by column and stage, with the expected bubble."""
+    of_calls = iter(layer_costs(stages.graph.calls, pipeline.costs))
+    costs = [sum(next(of_calls) for _ in stage.calls) for stage in stages.stages]
+    total = max(sum(costs), 1)
+    rows = [
+        [
+            str(stage.index),
+            " ".join(short_device(devices[stage.index]) for devices in columns),
+            _layers(stage),
+            format_count(_parameters(stages, stage)),
+            f"{cost / total:.0%}",
+            format_bytes(sum(_sent_bytes(stages, stage, tensor) for tensor in stage.outputs)),
+            str(most_held(pipeline.schedule, stage.index, pipeline.stages, pipeline.micro_batches)),
+        ]
+        for stage, cost in zip(stages.stages, costs, strict=True)
+    ]
+    head, *body = align_columns([_HEADINGS, *rows], left=(0, 1, 2))
+    yield from (head, "-" * max(map(len, (head, *body))), *body)
+    yield (
+        f"{pipeline.micro_batches} micro-batches, schedule {pipeline.schedule}: expected bubble "
+        f"{pipeline.bubble_fraction:.0%} of a step if all stages take the same time"
+    )
+
+
+def _layers(stage: Stage) -> str:
+    first, last = stage.calls[0].name, stage.calls[-1].name
+    return first if len(stage.calls) == 1 else f"{first} ... {last} ({len(stage.calls)})"
+
+
+def _parameters(stages: ModelStages, stage: Stage) -> int:
+    owned = [variable for variable in stage.variables if stages.owner[id(variable)] == stage.index]
+    return sum(int(tf.TensorShape(variable.shape).num_elements() or 0) for variable in owned)
+
+
+def _sent_bytes(stages: ModelStages, stage: Stage, tensor: Any) -> int:
+    """What a stage sends to others of one sample of a tensor."""
+    receivers = sum(any(tensor is received for received in other.inputs) for other in stages.stages[stage.index + 1 :])
+    return receivers * elements_of(tensor) * tf.as_dtype(tensor.dtype).size

@@ -1,8 +1,12 @@
-"""One optimizer update of all columns, each phase on the devices of the variables.
+"""One optimizer update of all columns, each phase on the devices of the variables, with Keras' own rules.
 
-Only scalars leave the device of a variable: squares of norms, and whether gradients are finite.
+Only scalars leave the device of a variable: squares of norms, and whether gradients are finite. The variables of each
+device are updated by one function, as TensorFlow optimizes each function separately. In one graph for all columns it
+rewrites the arithmetic of one column otherwise than that of another, so their weights would differ in the last bit.
 """
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +14,19 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import divided, values_of
-from tfdist.keras_internals.dynamic_loss_scale import LossScale
-from tfdist.keras_internals.keras_updates import averaged_variables, count_micro_step, positions_of_gradients
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
+from tfdist.keras_internals.keras_updates import (
+    averaged_variables,
+    averages_of,
+    count_micro_step,
+    has_own_update_step,
+    has_own_weight_decay,
+    is_time_of_averages,
+    moved_average,
+    positions_of_gradients,
+)
+from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
+from tfdist.keras_internals.placed_variables import held_variable, optimizer_and_loss_scale, shared_optimizer_variables
 from tfdist.pipeline.columns import Columns
-from tfdist.pipeline.device_updates import apply_by_device, average_by_device
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
 from tfdist.updates.update_engine import run_micro_step
 
@@ -30,7 +41,7 @@ def unscaling_of(optimizer: Any) -> Callable[[Any], Any]:
 
     Gradients are divided before they are compressed: residuals must not depend on a factor, which may change.
     """
-    inner, outer = optimizers_of(optimizer)
+    inner, outer = optimizer_and_loss_scale(optimizer)
     factor = inner.loss_scale_factor if outer is None else LossScale(outer).value
     if factor is None:
         return lambda gradient: gradient
@@ -39,7 +50,7 @@ def unscaling_of(optimizer: Any) -> Callable[[Any], Any]:
 
 def updates_weights(optimizer: Any) -> "int | tf.Tensor":
     """Returns 1 if the present step updates the weights, 0 if it only accumulates; an int or an int64 scalar."""
-    update = OptimizerUpdate(optimizers_of(optimizer)[0], [])
+    update = OptimizerUpdate(optimizer_and_loss_scale(optimizer)[0], [])
     steps = update.accumulation_steps
     return 1 if steps == 1 else tf.cast(tf.equal((update.micro_steps + 1) % steps, 0), tf.int64)
 
@@ -52,17 +63,13 @@ def update_columns(
     *,
     compiles_large: bool,
 ) -> None:
-    """Updates the variables of all columns as the optimizer would update them in one process.
+    """Updates the trainable `variables` of all columns as the compiled optimizer would update them in one process.
 
-    Args:
-        optimizer: The compiled optimizer.
-        variables: The trainable variables.
-        gradients: By column and variable, of the loss of the batch; equal in all columns, on the devices of their
-            variables. None for a variable that the loss does not depend on.
-        columns: The columns.
-        compiles_large: Whether XLA may compile the updates of large variables on CPUs.
+    `gradients` are by column and variable, of the loss of the batch; equal in all columns, on the devices of their
+    variables, and None for a variable that the loss does not depend on. XLA may compile the updates of large variables
+    on CPUs if `compiles_large`.
     """
-    inner, outer = optimizers_of(optimizer)
+    inner, outer = optimizer_and_loss_scale(optimizer)
     known = positions_of_gradients(inner, gradients[0], variables)
     chosen = [variables[index] for index in known]
     update = OptimizerUpdate(inner, chosen, None if outer is None else LossScale(outer))
@@ -81,7 +88,6 @@ class ColumnUpdate:
     exchanges_micro_steps = True
 
     def __init__(self, update: OptimizerUpdate, columns: Columns, *, compiles_large: bool) -> None:
-        """Updates the variables of `update`; see `update_columns`."""
         self.update, self._columns = update, columns
         self._optimizer, self._variables = update.optimizer, update.variables
         # XLA rounds differently on CPUs with different instructions, but columns must stay bit-identical.
@@ -91,7 +97,7 @@ class ColumnUpdate:
         self._devices: list[str] = []
         for column in range(len(columns)):
             with columns.entered(column):
-                self._devices += [held_variable(one).device for one in self._variables]
+                self._devices += [held_variable(variable).device for variable in self._variables]
                 accumulators += update.accumulators if update.accumulation_steps > 1 else []
         self.accumulators: Sequence[tf.Variable] = accumulators
 
@@ -133,8 +139,8 @@ class ColumnUpdate:
         update_together = self._columns.joint_update(self._optimizer)
         together = [index for index, one in enumerate(self._variables) if update_together and self._is_split(one)]
         alone = [index for index in range(count) if index not in together]
-        others = [one for one in averaged_variables(self._optimizer) if self._columns.holds(one)]
-        others = [one for one in others if not any(one is known for known in self._variables)]
+        others = [variable for variable in averaged_variables(self._optimizer) if self._columns.holds(variable)]
+        others = [variable for variable in others if not any(variable is known for known in self._variables)]
         for column, of_column in enumerate(of_columns):
             with self._columns.entered(column):
                 average_by_device(self._optimizer, others)
@@ -150,3 +156,98 @@ class ColumnUpdate:
 
     def _is_split(self, variable: keras.Variable) -> bool:
         return id(variable) in self._columns.axes
+
+
+class SeparateFunctions:
+    """Calls functions that TensorFlow optimizes by themselves, so that all columns round equally.
+
+    In them, copies on the present device stand for the scalars of the optimizer that all devices share.
+    """
+
+    def __init__(self, optimizer: Any, *, copies_scalars: bool = True) -> None:
+        """Reads the scalars of `optimizer`, which is without its loss scale."""
+        self._optimizer = optimizer
+        self._shared = shared_optimizer_variables(optimizer) if copies_scalars else []
+        self._values = [held_variable(variable).read_value() for variable in self._shared]
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function`, which takes and returns tensors."""
+
+        def separate(values: list[tf.Tensor], *given: Any) -> Any:
+            if not self._shared:
+                return function(*given)
+            with keras.StatelessScope(list(zip(self._shared, values, strict=True))) as scope:
+                result = function(*given)
+            changed = set(scope.state_mapping) - {id(variable) for variable in self._shared}
+            for variable in self._optimizer.variables if changed else ():
+                if id(variable) in changed:  # the optimizer has assigned it as Keras' variable
+                    held_variable(variable).assign(scope.get_current_value(variable))
+            return result
+
+        noinline = {"_noinline": True}
+        scalars = [tf.identity(value) for value in self._values]
+        return tf.function(separate, autograph=False, experimental_attributes=noinline)(scalars, *arguments)
+
+
+def apply_by_device(
+    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Any], *, compiles_large: bool
+) -> None:
+    """Decays and updates variables, applies their constraints, and updates their moving averages.
+
+    The optimizer is without its loss scale. Gradients are clipped, and on the devices of their variables. XLA compiles
+    the updates of large variables on CPUs if `compiles_large`.
+    """
+    if has_own_update_step(optimizer):  # which must run once for all variables
+        return _apply(optimizer, list(variables), False, list(gradients))
+    separate = SeparateFunctions(optimizer, copies_scalars=not has_own_weight_decay(optimizer))
+    for device, positions in _by_device(variables).items():
+        own = [variables[position] for position in positions]
+        is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+        update = functools.partial(_apply, optimizer, own, compiles_large and is_cpu)
+        with tf.device(device):
+            separate(update, [gradients[position] for position in positions])
+    return None
+
+
+def average_by_device(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+    """Updates the moving averages of variables without a gradient, which Keras averages, too."""
+    separate = SeparateFunctions(optimizer)
+    for device, positions in _by_device(variables).items():
+        with tf.device(device):
+            separate(functools.partial(_average, optimizer, [variables[position] for position in positions]))
+
+
+def _by_device(variables: Sequence[keras.Variable]) -> dict[str, list[int]]:
+    """The positions of the variables of each device."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for position, variable in enumerate(variables):
+        found[held_variable(variable).device].append(position)
+    return found
+
+
+def _apply(optimizer: Any, variables: list[keras.Variable], compiles_large: bool, gradients: list[Any]) -> None:
+    OptimizerUpdate(optimizer, variables).update(gradients, compiles_large=compiles_large)
+    finish_update(optimizer, variables)
+
+
+def finish_update(optimizer: Any, variables: list[keras.Variable]) -> None:
+    """Updates the moving averages of variables of one device, then applies their constraints, in Keras' order."""
+    if optimizer.use_ema:
+        _average(optimizer, variables)
+    OptimizerUpdate(optimizer, variables).constrain()
+
+
+def _average(optimizer: Any, variables: list[keras.Variable]) -> None:
+    """Updates the moving averages of weights, and replaces the weights by them if it is time."""
+    pairs = averages_of(optimizer, variables)
+    for held, average in pairs:
+        with tf.device(held.device):
+            average.assign(moved_average(optimizer, average, held))
+    if optimizer.ema_overwrite_frequency:
+
+        def overwrite() -> None:
+            for held, average in pairs:
+                with tf.device(held.device):
+                    held.assign(average)
+
+        tf.cond(is_time_of_averages(optimizer), overwrite, lambda: None)

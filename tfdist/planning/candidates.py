@@ -4,15 +4,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.planning.cost_terms import Conditions, Prediction
+from tfdist.planning.cost_terms import Conditions, Prediction, measured_compilations
 from tfdist.planning.measurements import DENSE, Measurements
-from tfdist.planning.plan_code import planned_object
-from tfdist.planning.plans import PlannedStrategy
-from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
-from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
+from tfdist.planning.plans import PlannedStrategy, planned_object
+from tfdist.planning.predict_data_parallel import (
+    DataParallel,
+    LocalTraining,
+    ParameterServers,
+    predict_data_parallel,
+    predict_local_updates,
+    predict_parameter_servers,
+)
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel, stage_layers
-from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
-from tfdist.planning.step_costs import is_measured
 
 _MICRO_BATCHES = (2, 4, 8)
 _PIPELINE_MICRO_BATCHES = (4, 8, 16, 32)
@@ -68,9 +71,7 @@ def methods(measured: Measurements, conditions: Conditions) -> list[str]:
 
 def _data_parallel(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
     program = measured.program
-    for compiled in (False, True):
-        if not is_measured(program, compiled=compiled):
-            continue
+    for compiled in measured_compilations(program):
         for method in methods(measured, conditions) if workers > 1 else [DENSE]:
             plain = DataParallel(method, compiled)
             variants: list[tuple[DataParallel, dict[str, Any], int]] = [(plain, {}, 0)]
@@ -113,16 +114,11 @@ def _local_updates(measured: Measurements, conditions: Conditions, workers: int)
     for training in _LOCAL_TRAININGS:
         if steps is not None and steps < _LEAST_EXCHANGES * training.sync_every:
             continue
-        if training.has_outer_optimizer:
-            arguments = {"sync_every": training.sync_every}
-            if training.overlap_steps:
-                arguments |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
-            mode = planned_object("DiLoCo", **arguments)
-        else:
-            mode = planned_object("LocalSGD", sync_every=training.sync_every)
-        for compiled in (False, True):
-            if not is_measured(program, compiled=compiled):
-                continue
+        arguments = {"sync_every": training.sync_every}
+        if training.overlap_steps:
+            arguments |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
+        mode = planned_object("DiLoCo" if training.has_outer_optimizer else "LocalSGD", **arguments)
+        for compiled in measured_compilations(program):
             for method in methods(measured, conditions):
                 options = dataclasses.replace(training, method=method, compiled=compiled)
                 yield Candidate(
@@ -157,9 +153,9 @@ def _parameter_servers(measured: Measurements, conditions: Conditions, workers: 
 def _model_parallel(measured: Measurements, conditions: Conditions, devices: int) -> Iterator[Candidate]:
     program = measured.program
     for ways in _WAYS:
-        for stages in _divisors(devices // ways) if devices % ways == 0 else ():
-            columns = devices // ways // stages
-            if stages * ways == 1 or stages > len(program.layers):
+        for stages in range(1, devices // ways + 1):
+            columns, unused_devices = divmod(devices, ways * stages)
+            if unused_devices or stages * ways == 1 or stages > len(program.layers):
                 continue
             for method in methods(measured, conditions) if columns > 1 else [DENSE]:
                 options = _best_micro_batches(measured, conditions, ModelParallel(stages, columns, ways, method=method))
@@ -201,10 +197,6 @@ def _cuts(measured: Measurements, stages: int) -> list[str]:
     layers = measured.program.layers
     is_unique = len({layer.name for layer in layers}) == len(layers)
     return [stage[0].name for stage in stage_layers(layers, stages)[1:]] if is_unique else []
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def _compressed(method: str) -> dict[str, Any]:

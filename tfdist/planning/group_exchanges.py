@@ -8,15 +8,8 @@ with jobs in the order of their release.
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tfdist.planning.link_costs import Link, TransferCosts, interpolate, messages, occupied_seconds, sent_bytes
-from tfdist.planning.measurements import (
-    DENSE,
-    EXCHANGE,
-    GATHER,
-    Collective,
-    ExchangeMeasurement,
-    ProgramMeasurement,
-)
+from tfdist.planning.link_costs import LinkSpeed, TransferCosts, interpolate, messages, sent_bytes
+from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, Collective, ExchangeMeasurement, ProgramMeasurement
 
 SEGMENT_BYTES = 2**19  # of the exchange, which sends and adds segments beside each other; a test compares it
 _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have two phases if there are more members
@@ -34,7 +27,6 @@ class BucketCost:
 
     @property
     def core_seconds(self) -> float:
-        """How long the cores are busy."""
         return self.encode_seconds + self.copy_seconds + self.decode_seconds
 
 
@@ -43,23 +35,20 @@ def exchange_of(program: ProgramMeasurement, method: str, members: int) -> Excha
 
     Payloads that are summed or exchanged in slices do not depend on the size of the group; the second phase gathers a
     slice of `1 / N`; so the time to encode and decode stays, too. Where all members gather all payloads, it is linear.
-
-    Raises:
-        KeyError: The method was not measured.
     """
-    measured = sorted((one for one in program.exchanges if one.method == method), key=lambda one: one.members)
-    if not measured:
+    by_members = {exchange.members: exchange for exchange in program.exchanges if exchange.method == method}
+    if not by_members:
         raise KeyError(method)
-    equal = [one for one in measured if one.members == members]
-    if equal:
-        return equal[0]
-    nearest = min(measured, key=lambda one: (abs(one.members - members), one.members))
+    if members in by_members:
+        return by_members[members]
+    measured = [by_members[count] for count in sorted(by_members)]
+    nearest = min(measured, key=lambda exchange: (abs(exchange.members - members), exchange.members))
     if members > 2 and nearest.members == 2:
         nearest = measured[-1]  # with two members some methods have one phase, with more they have two
     seconds = nearest.compute_seconds
     if _gathers_all(nearest):
-        seconds = interpolate([(one.members, one.compute_seconds) for one in measured], members)
-        seconds = max(seconds, min(one.compute_seconds for one in measured))
+        seconds = interpolate([(exchange.members, exchange.compute_seconds) for exchange in measured], members)
+        seconds = max(seconds, min(exchange.compute_seconds for exchange in measured))
     collectives = tuple(_scaled(nearest, members))
     return dataclasses.replace(nearest, members=members, compute_seconds=seconds, collectives=collectives)
 
@@ -74,7 +63,7 @@ def wire_bytes(collectives: Iterable[Collective], members: int) -> float:
 
 
 def bucket_costs(
-    exchange: ExchangeMeasurement, dense: ExchangeMeasurement, link: Link, transfers: TransferCosts, cores: int
+    exchange: ExchangeMeasurement, dense: ExchangeMeasurement, link: LinkSpeed, transfers: TransferCosts, cores: int
 ) -> list[BucketCost]:
     """Returns the cost of each bucket in turn.
 
@@ -92,9 +81,11 @@ def bucket_costs(
     for bucket, size in zip(buckets, sizes, strict=True):
         compute = exchange.compute_seconds * size / total / cores
         copies = sum(transfers.core_seconds(collective.kind, collective.nbytes, members) for collective in bucket)
-        sent = sum(occupied_seconds(collective.kind, collective.nbytes, members, link) for collective in bucket)
+        on_link = sum(
+            sent_bytes(collective.kind, collective.nbytes, members) / link.bytes_per_second for collective in bucket
+        )
         waits = sum(wait_seconds(collective, members, link, transfers) for collective in bucket)
-        costs.append(BucketCost(compute / 2, copies / cores, sent, waits, compute / 2))
+        costs.append(BucketCost(compute / 2, copies / cores, on_link, waits, compute / 2))
     return costs
 
 
@@ -122,11 +113,11 @@ def ready_parts(program: ProgramMeasurement, buckets: int) -> list[float]:
     return [interpolate(points, index * (len(known) - 1) / (buckets - 1)) for index in range(buckets)]
 
 
-def wait_seconds(one: Collective, members: int, link: Link, transfers: TransferCosts) -> float:
+def wait_seconds(collective: Collective, members: int, link: LinkSpeed, transfers: TransferCosts) -> float:
     """Returns how long an exchange takes beside the time in which it occupies the link: latencies and one segment."""
-    rounds = messages(one.kind, one.nbytes, members)
-    segment = min(one.nbytes, SEGMENT_BYTES * members)
-    return rounds * link.latency_seconds + transfers.seconds(one.kind, segment, members)
+    rounds = messages(collective.kind, collective.nbytes, members)
+    segment = min(collective.nbytes, SEGMENT_BYTES * members)
+    return rounds * link.latency_seconds + transfers.seconds(collective.kind, segment, members)
 
 
 def _gathers_all(exchange: ExchangeMeasurement) -> bool:

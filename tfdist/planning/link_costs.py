@@ -22,59 +22,36 @@ ETHERNET_PAYLOAD = 1448 / 1538
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """A connection between two workers, in each direction."""
 
     bytes_per_second: float  # the bandwidth of one direction
     latency_seconds: float = 0.0  # from the call that sends to the first byte that is received, half a round trip
 
     @classmethod
-    def ethernet(cls, bits_per_second: float, latency_seconds: float = 0.0) -> "Link":
+    def ethernet(cls, bits_per_second: float, latency_seconds: float = 0.0) -> "LinkSpeed":
         """Returns what TCP has of an Ethernet link of a nominal rate.
 
-        >>> round(8 * Link.ethernet(1e9).bytes_per_second / 1e6)
+        >>> round(8 * LinkSpeed.ethernet(1e9).bytes_per_second / 1e6)
         941
         """
         return cls(bits_per_second / 8 * ETHERNET_PAYLOAD, latency_seconds)
 
 
-def all_reduce_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member sends in a sum: `2 (N - 1) / N` times the tensor, or a short one to all others.
-
-    >>> all_reduce_bytes(12e6, 1), all_reduce_bytes(12e6, 2), all_reduce_bytes(12e6, 4), all_reduce_bytes(12.0, 4)
-    (0.0, 12000000.0, 18000000.0, 36.0)
-    """
-    return sum_copies(nbytes, members) * nbytes
-
-
-def all_gather_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member sends if all members get all tensors of `nbytes`: `N - 1` tensors.
-
-    >>> all_gather_bytes(12.0, 2), all_gather_bytes(12.0, 4)
-    (12.0, 36.0)
-    """
-    return (members - 1) * nbytes
-
-
-def all_to_all_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member sends of a tensor if each other member gets a slice: `(N - 1) / N` of the tensor.
-
-    >>> all_to_all_bytes(12.0, 2), all_to_all_bytes(12.0, 4)
-    (6.0, 9.0)
-    """
-    return (members - 1) / members * nbytes
-
-
-_BYTES = {SUM: all_reduce_bytes, GATHER: all_gather_bytes, EXCHANGE: all_to_all_bytes}
-
-
 def sent_bytes(kind: str, nbytes: float, members: int) -> float:
-    """Returns what each member sends in a collective.
+    """Returns what each member sends in a collective of tensors of `nbytes`.
 
-    >>> sent_bytes("sum", 12e6, 4), sent_bytes("gather", 12.0, 4), sent_bytes("exchange", 12.0, 4)
-    (18000000.0, 36.0, 9.0)
+    In a sum it sends `2 (N - 1) / N` times the tensor, or a short one to all others; if all members get all tensors,
+    `N - 1` tensors; in an exchange each other member gets a slice, `(N - 1) / N` of the tensor together.
+
+    >>> sent_bytes("sum", 12e6, 1), sent_bytes("sum", 12e6, 2), sent_bytes("sum", 12e6, 4), sent_bytes("sum", 12.0, 4)
+    (0.0, 12000000.0, 18000000.0, 36.0)
+    >>> sent_bytes("gather", 12.0, 2), sent_bytes("gather", 12.0, 4), sent_bytes("exchange", 12.0, 4)
+    (12.0, 36.0, 9.0)
     """
-    return _BYTES[kind](nbytes, members)
+    if kind == SUM:
+        return sum_copies(nbytes, members) * nbytes
+    return {GATHER: members - 1, EXCHANGE: (members - 1) / members}[kind] * nbytes
 
 
 def messages(kind: str, nbytes: float, members: int) -> int:
@@ -86,24 +63,15 @@ def messages(kind: str, nbytes: float, members: int) -> int:
     return 0 if members == 1 else 2 if kind == SUM and not is_short_sum(nbytes, members) else 1
 
 
-def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
+def collective_seconds(kind: str, nbytes: float, members: int, link: LinkSpeed) -> float:
     """Returns how long a collective takes on links alone: its messages in turn.
 
-    >>> collective_seconds("sum", 8e6, 2, Link(1e6, 0.5)), collective_seconds("gather", 8e6, 3, Link(1e6, 0.5))
-    (9.0, 16.5)
-    >>> collective_seconds("exchange", 9e6, 3, Link(1e6, 0.5))
-    6.5
+    >>> link = LinkSpeed(1e6, latency_seconds=0.5)
+    >>> [collective_seconds(kind, 9e6, 3, link) for kind in ("sum", "gather", "exchange")]
+    [13.0, 18.5, 6.5]
     """
-    return messages(kind, nbytes, members) * link.latency_seconds + occupied_seconds(kind, nbytes, members, link)
-
-
-def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
-    """Returns how long a collective occupies the link.
-
-    >>> occupied_seconds("sum", 8e6, 2, Link(1e6, 0.5))
-    8.0
-    """
-    return sent_bytes(kind, nbytes, members) / link.bytes_per_second
+    waits = messages(kind, nbytes, members) * link.latency_seconds
+    return waits + sent_bytes(kind, nbytes, members) / link.bytes_per_second
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -1,9 +1,7 @@
 """What a probe has measured of a program and of a machine: plain records, written and read as JSON."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 DENSE = "uncompressed"
@@ -50,7 +48,6 @@ class StepMeasurement:
 
     @property
     def backward_seconds(self) -> float:
-        """The time of backpropagation."""
         return max(self.seconds - self.forward_seconds - self.update_seconds, 0.0)
 
 
@@ -129,16 +126,11 @@ class Measurements:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Measurements":
-        """Reads what `to_json` has returned.
-
-        Raises:
-            KeyError, TypeError: The document is another one.
-        """
+        """Reads what `to_json` has returned; raises a KeyError or TypeError for anything else."""
         program, machine = dict(document["program"]), dict(document["machine"])
         program["steps"] = tuple(StepMeasurement(**record) for record in program["steps"])
         program["exchanges"] = tuple(
@@ -153,8 +145,3 @@ class Measurements:
         for name in ("transfers", "local_transfers"):
             machine[name] = tuple(TransferMeasurement(**record) for record in machine.get(name, ()))
         return cls(ProgramMeasurement(**program), MachineMeasurement(**machine), dict(document["versions"]))
-
-    @classmethod
-    def read(cls, path: Path) -> "Measurements":
-        """Reads a file of `json.dump(measurements.to_json())`."""
-        return cls.from_json(json.loads(path.read_text()))

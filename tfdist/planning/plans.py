@@ -26,6 +26,15 @@ class PlannedStrategy:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def planned_object(name: str, **arguments: Any) -> dict[str, Any]:
+    """Returns an argument that is an object of `tfdist.strategies`; see `PlannedStrategy.arguments`.
+
+    >>> planned_object("LocalSGD", sync_every=20)
+    {'class': 'LocalSGD', 'arguments': {'sync_every': 20}}
+    """
+    return {"class": name, "arguments": arguments}
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A way to train a program on a number of workers.
@@ -67,34 +76,22 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """What `tfdist plan --json` writes: `plans`, best first for each number of workers, and what they follow from.
+    """What `tfdist plan --json` writes: `plans`, best first for each number of workers, and what they follow from."""
 
-    Attributes:
-        plans: All that fit into memory.
-        too_large: Plans that do not fit, `(plan, missing bytes)`.
-        measurements: The JSON object of `Measurements`.
-        link: `{"bytes_per_second": ..., "latency_seconds": ...}`.
-        simulation: The JSON object of a `Simulation`, or None. It has its plans, so that nobody starts them by mistake;
-            `plans` is empty then, and `link` is that of a host.
-    """
-
-    plans: Sequence[Plan]
-    too_large: Sequence[tuple[Plan, int]]
-    measurements: Mapping[str, Any]
-    link: Mapping[str, float]
+    plans: Sequence[Plan]  # all that fit into memory
+    too_large: Sequence[tuple[Plan, int]]  # plans that do not fit, with the missing bytes
+    measurements: Mapping[str, Any]  # the JSON object of `Measurements`
+    link: Mapping[str, float]  # `{"bytes_per_second": ..., "latency_seconds": ...}`
+    # the JSON object of a `Simulation`, or None. It has its plans, so that nobody starts them by mistake; `plans` is
+    # empty then, and `link` is that of a host.
     simulation: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
     def read(cls, path: Path) -> "PlanFile":
-        """Reads a file.
-
-        Raises:
-            ValueError: It is not one of `tfdist plan --json`.
-        """
+        """Reads a file of `tfdist plan --json`; raises a ValueError for any other."""
         try:
             document = json.loads(path.read_text())
             if document.pop("format") != FORMAT:
@@ -127,7 +124,6 @@ class Processes:
 
     @classmethod
     def of(cls, plan: Plan) -> "Processes":
-        """Returns the processes that a plan needs."""
         return cls(plan.workers, plan.parameter_servers, plan.has_chief and not plan.parameter_servers)
 
     def __str__(self) -> str:
@@ -145,12 +141,8 @@ class Processes:
 def best_plan(file: PlanFile, *, workers: int | None = None, with_servers: bool = True) -> Plan | None:
     """Returns the plan that a new run uses; None if there is none.
 
-    Plans with a `layout_map` are left out: it is made for a built model, which a new run does not have.
-
-    Args:
-        file: Its plans are in their order for each number of workers.
-        workers: The number of workers. None: the one whose best plan trains the most samples in a second.
-        with_servers: Whether the run may have parameter servers.
+    Plans with a `layout_map` are left out: it is made for a built model, which a new run does not have. Without
+    `workers` it is that of the number whose best plan trains the most samples in a second.
     """
     firsts: dict[int, Plan] = {}
     for plan in _usable(file):

@@ -1,9 +1,25 @@
-"""Steps of data parallel workers that exchange gradients in each update."""
+"""Steps of data parallel workers: they exchange gradients, or weights after many updates, or use parameter servers.
+
+Sources: of local updates Stich 2019, "Local SGD converges fast and communicates little"; Douillard et al. 2023,
+"DiLoCo"; 2025, "Streaming DiLoCo with overlapping communication". Of the bytes of servers
+`docs/choosing_a_strategy.md`: those of N workers send and receive N times the model in a step.
+"""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
-from tfdist.planning.cost_terms import Conditions, Prediction, exchange_bytes, expected_slowest, replica_bytes
+from tfdist.planning.cost_terms import (
+    Conditions,
+    Prediction,
+    StepCost,
+    addition_seconds,
+    exchange_bytes,
+    expected_slowest,
+    replica_bytes,
+    scaled,
+    step_of,
+)
 from tfdist.planning.group_exchanges import (
     bucket_costs,
     by_bucket,
@@ -15,12 +31,14 @@ from tfdist.planning.group_exchanges import (
 )
 from tfdist.planning.link_costs import TransferCosts
 from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, SUM, Collective, ExchangeMeasurement, Measurements
-from tfdist.planning.step_costs import StepCost, addition_seconds, scaled, step_of
 
 # In each step of `fit` workers ask whether any of them has data (`docs/architecture.md`, "Local updates"), by a scalar.
 _QUESTION = Collective(SUM, 4, 0)
 # What else was not measured: the states of metrics, of at most some hundred bytes.
 _METRICS = Collective(SUM, 256, 0)
+# The messages of a round: the chief calls, the worker pulls, pushes and returns, the chief calls the servers, and they
+# answer.
+_MESSAGES_IN_TURN = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +66,13 @@ def predict_data_parallel(
     """
     program = measured.program
     parts = conditions.devices * options.micro_batches
-    steps = [
-        (rows / parts, scaled(step_of(program, rows / parts, compiled=options.compiled), slowness))
-        for rows, slowness in rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=options.is_balanced)
-    ]
-    step = max((step for _, step in steps), key=lambda step: step.seconds)
+    shares = rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=options.is_balanced)
+    steps = [scaled(step_of(program, rows / parts, compiled=options.compiled), slowness) for rows, slowness in shares]
+    step = max(steps, key=lambda step: step.seconds)
     transfers = TransferCosts(measured.machine.transfers)
     drawn = data_seconds(measured, conditions)
     # The fastest worker has the most rows if they are balanced.
-    memory = replica_bytes(program, max(rows for rows, _ in steps), conditions.devices)
+    memory = replica_bytes(program, max(rows / parts for rows, _ in shares), conditions.devices)
     if options.micro_batches > 1 or options.accumulated > 1:
         memory += program.gradient_bytes
     if workers == 1:
@@ -95,14 +111,150 @@ def predict_data_parallel(
     beside = sum(wait_seconds(collective, workers, conditions.link, transfers) for collective in other_collectives)
     seconds = gradients_end + share * (end - gradients_end) + update / options.accumulated + beside
     seconds = max(expected_slowest(seconds, step.deviation_seconds, workers), program.data_seconds)
+    compute_seconds = gradients_end + update / options.accumulated
+    return Prediction(seconds, compute_seconds, core * share, link_seconds * share, sent * share, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTraining:
+    """The options of local updates."""
+
+    sync_every: int  # updates from one exchange of a variable to the next
+    has_outer_optimizer: bool = False  # whether an outer optimizer with one slot applies the differences (DiLoCo)
+    fragments: int = 1  # in how many parts, one after another, variables are exchanged
+    overlap_steps: int = 0  # updates that are made while an exchange is under way
+    method: str = DENSE  # the compression of differences, or `DENSE`
+    compiled: bool = False  # whether XLA compiles the step
+
+
+def exchanges_of_epoch(steps: int, sync_every: float) -> float:
+    """Returns how often all variables are exchanged in an epoch: at its end, too, except just after an exchange.
+
+    >>> exchanges_of_epoch(200, 100), exchanges_of_epoch(250, 100)
+    (2, 3)
+    """
+    return math.ceil(steps / sync_every)
+
+
+def predict_local_updates(
+    measured: Measurements, conditions: Conditions, workers: int, options: LocalTraining
+) -> Prediction:
+    """Returns what is predicted of a step.
+
+    An exchange costs what gradients of one update cost, `1 / sync_every` as often, and once more at the end of an
+    epoch. The link is free while steps are computed, so workers wait only for what takes longer than `overlap_steps`.
+    Workers meet once in `sync_every` steps, in which most of the differences of single steps cancel out.
+    """
+    program = measured.program
+    steps = [
+        (rows, scaled(step_of(program, rows / conditions.devices, compiled=options.compiled), slowness))
+        for rows, slowness in rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=False)
+    ]
+    rows, step = max(steps, key=lambda pair: pair[1].seconds)
+    alone = step.seconds + data_seconds(measured, conditions)
+    dense, exchange = exchange_of(program, DENSE, workers), exchange_of(program, options.method, workers)
+    costs = bucket_costs(exchange, dense, conditions.link, TransferCosts(measured.machine.transfers), conditions.cores)
+    whole = exchanged_seconds(0.0, [0.0] * len(costs), costs)
+    core = sum(cost.core_seconds for cost in costs)
+    link = sum(cost.link_seconds for cost in costs)
+    # `sync_every` counts updates. A program that accumulates gradients makes fewer updates than steps.
+    rounds = per_step = min(program.exchanges_per_step, 1.0) / options.sync_every
+    if program.samples:
+        steps_of_epoch = max(program.samples // program.rows, 1)
+        rounds = exchanges_of_epoch(steps_of_epoch, 1 / per_step) / steps_of_epoch
+    waited = whole
+    if options.overlap_steps:
+        meanwhile = options.overlap_steps * alone * options.fragments
+        waited = core + max(whole - core - meanwhile, 0.0)
+    seconds = alone + waited * per_step + whole * max(rounds - per_step, 0.0)
+    deviation = step.deviation_seconds / math.sqrt(options.sync_every)
+    memory = replica_bytes(program, rows / conditions.devices, conditions.devices) + exchange_bytes(exchange, dense)
+    memory += program.gradient_bytes * (2 if options.has_outer_optimizer else 1)  # anchors, and the outer slot
+    memory += measured.machine.connection_bytes
     return Prediction(
-        seconds,
-        gradients_end + update / options.accumulated,
-        core * share,
-        link_seconds * share,
-        sent * share,
+        max(expected_slowest(seconds, deviation, workers), program.data_seconds),
+        alone,
+        core * rounds,
+        link * rounds,
+        wire_bytes(exchange.collectives, workers) * rounds,
         memory,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterServers:
+    """The options of parameter servers."""
+
+    servers: int = 1
+    asynchronous: bool = False  # whether each worker's batch is a separate update
+    method: str = DENSE  # how gradients are encoded, or `DENSE`
+
+
+def server_seconds(nbytes: float, workers: int, servers: int, bytes_per_second: float) -> float:
+    """Returns how long links are busy until each worker has all variables of a model, or has pushed all gradients.
+
+    >>> server_seconds(1e6, workers=8, servers=2, bytes_per_second=1e6)
+    4.0
+    >>> server_seconds(1e6, workers=2, servers=4, bytes_per_second=1e6)  # the workers' links
+    1.0
+    """
+    return max(workers / servers, 1.0) * nbytes / bytes_per_second
+
+
+def variables(measured: Measurements) -> int:
+    """Returns how many messages carry the variables of a model. Each variable is sent by itself.
+
+    A layer with weights counts as two variables, kernel and bias. If the model is no graph of layers, there is at least
+    one variable for each bucket.
+    """
+    program = measured.program
+    return max(2 * sum(layer.parameters > 0 for layer in program.layers), len(program.bucket_ready))
+
+
+def predict_parameter_servers(
+    measured: Measurements, conditions: Conditions, workers: int, options: ParameterServers
+) -> Prediction:
+    """Returns what is predicted of a global batch.
+
+    Synchronous workers pull, compute their rows, push, and wait for the update of the servers. Asynchronous ones
+    compute whole batches of the program, each at its own pace: the slower of workers and servers determines how many
+    are computed. Pulls and pushes of different workers then overlap with computation.
+    """
+    program, link = measured.program, conditions.link
+    transfers = TransferCosts(measured.machine.transfers)
+    pushed = exchange_of(program, options.method, 2)
+    share = (
+        sum(collective.nbytes for collective in pushed.collectives)
+        if options.method != DENSE
+        else program.gradient_bytes
+    )
+    pull = program.variable_bytes
+    copies = transfers.core_seconds(GATHER, pull, 2) + transfers.core_seconds(GATHER, share, 2)
+    calls = _MESSAGES_IN_TURN * (transfers.seconds(GATHER, 0.0, 2) + link.latency_seconds)
+    copies += 2 * variables(measured) * transfers.core_seconds(GATHER, 0.0, 2)
+    code = pushed.compute_seconds if options.method != DENSE else 0.0
+    steps = [
+        (rows, scaled(step_of(program, rows), slowness))
+        for rows, slowness in rows_of_workers(
+            program.rows * (workers if options.asynchronous else 1), workers, conditions.speeds, is_balanced=False
+        )
+    ]
+    rows, step = max(steps, key=lambda pair: pair[1].seconds)
+    gradients = step.forward_seconds + step.backward_seconds
+    core = (copies + code) / conditions.cores
+    link_seconds = server_seconds(pull + share, workers, options.servers, link.bytes_per_second)
+    served = max(workers / options.servers, 1.0) * copies / conditions.cores
+    memory = replica_bytes(program, rows) - program.slot_bytes + pushed.state_bytes + share
+    memory += measured.machine.connection_bytes
+    if options.asynchronous:
+        worker_seconds = gradients + core + calls + (pull + share) / link.bytes_per_second
+        update = step.update_seconds / options.servers  # the servers apply the pushes of all workers
+        seconds = max(worker_seconds / workers, link_seconds / workers, served / workers, update)
+        return Prediction(seconds, gradients / workers, core / workers, link_seconds / workers, share / workers, memory)
+    update = step.update_seconds / options.servers
+    seconds = gradients + max(core, served) + calls + link_seconds + update
+    seconds = expected_slowest(seconds, step.deviation_seconds, workers)
+    return Prediction(seconds, gradients + update, max(core, served), link_seconds, share, memory)
 
 
 def rows_of_workers(
@@ -110,9 +262,8 @@ def rows_of_workers(
 ) -> list[tuple[float, float]]:
     """Returns how many rows each kind of worker computes, and how much slower than the measured one it is.
 
-    The first speed is that of the measured worker; without speeds all are equal.
-
-    Source: `docs/load_balancing.md`: shares in proportion to the speeds let all workers end at the same time.
+    The first speed is that of the measured worker; without speeds all are equal. Shares in proportion to the speeds let
+    all workers end at the same time (`docs/load_balancing.md`).
 
     >>> rows_of_workers(120, 2, (), is_balanced=False), rows_of_workers(120, 2, (1.0, 0.5), is_balanced=False)
     ([(60.0, 1.0)], [(60.0, 1.0), (60.0, 2.0)])
@@ -155,10 +306,7 @@ def _to_owners(exchange: ExchangeMeasurement) -> ExchangeMeasurement:
 
 
 def _weights(dense: ExchangeMeasurement, workers: int) -> ExchangeMeasurement:
-    """Returns the exchange that gathers the updated weights of each bucket on all workers.
-
-    Each worker packs the weights that it owns and unpacks all of them.
-    """
+    """Returns the exchange that gathers the updated weights of each bucket: a worker packs its own and unpacks all."""
     gathers = tuple(
         Collective(GATHER, round(collective.nbytes / workers), collective.bucket) for collective in dense.collectives
     )

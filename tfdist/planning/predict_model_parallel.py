@@ -9,14 +9,21 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from tfdist.planning.cost_terms import Conditions, Prediction, copy_bytes, expected_slowest
+from tfdist.planning.cost_terms import (
+    Conditions,
+    Prediction,
+    activation_bytes,
+    addition_seconds,
+    copy_bytes,
+    expected_slowest,
+    step_of,
+)
 from tfdist.planning.group_exchanges import exchange_of, wire_bytes
 from tfdist.planning.link_costs import TransferCosts, collective_seconds, sent_bytes
 from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, Measurements
-from tfdist.planning.step_costs import activation_bytes, addition_seconds, step_of
 from tfdist.utils.balanced_starts import balanced_starts
 
-_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/layer_costs.py`
+_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `pipeline/stages.py`
 # A block of a transformer has two sums of its activations in each direction (`docs/communication_volume.md`); a pair of
 # dense layers has one, so for these it is an upper limit.
 _SUMS_OF_LAYER = 4
@@ -34,7 +41,6 @@ class ModelParallel:
 
     @property
     def workers(self) -> int:
-        """All workers."""
         return self.stages * self.columns * self.ways
 
 
@@ -88,22 +94,22 @@ def predict_model_parallel(measured: Measurements, conditions: Conditions, optio
     hop = link.latency_seconds + hop_link + (transfers.seconds(GATHER, widest, 2) if cuts else 0.0)
     seconds = pipeline_seconds(busy, options.micro_batches, hop, hop_link)
 
-    gradients = [_column_bytes(measured, options, share) for share in weights]
-    reduced = [_columns_seconds(measured, conditions, options, share) for share in weights]
+    reduced = [_column_sums(measured, conditions, options, share) for share in weights]
     update = max(weights) * step.update_seconds
     worker = max(range(options.stages), key=lambda stage: busy[stage])
     sent = [
         options.micro_batches * (sum(hop) + split) + reduced_bytes
-        for hop, (_, split), reduced_bytes in zip(hops, sums, gradients, strict=True)
+        for hop, (_, split), (_, reduced_bytes) in zip(hops, sums, reduced, strict=True)
     ]
-    seconds = expected_slowest(seconds + max(reduced) + update, step.deviation_seconds, options.workers)
+    seconds = seconds + max(summed for summed, _ in reduced) + update
+    seconds = expected_slowest(seconds, step.deviation_seconds, options.workers)
     seconds = max(seconds, program.data_seconds)  # the chief draws all data, beside the workers
     held = activation_bytes(program)
     outputs = sum(layer.activation_bytes for layer in program.layers) or 1
     memory = measured.machine.connection_bytes + max(
         program.process_bytes
         + share * copy_bytes(program)
-        + live_micro_batches(index, options.stages, options.micro_batches, "1f1b")
+        + min(options.stages - index, options.micro_batches)  # whose activations a stage holds at the same time
         * rows
         * held
         * sum(layer.activation_bytes for layer in stage)
@@ -117,7 +123,7 @@ def predict_model_parallel(measured: Measurements, conditions: Conditions, optio
         options.micro_batches * copies[worker],
         max(
             options.micro_batches * (hop_link + max(split for _, split in sums) / link.bytes_per_second),
-            max(gradients) / link.bytes_per_second,
+            max(reduced_bytes for _, reduced_bytes in reduced) / link.bytes_per_second,
         ),
         max(sent),
         memory,
@@ -137,29 +143,20 @@ def _sums(
     return _SUMS_OF_LAYER * seconds, _SUMS_OF_LAYER * sum(sent_bytes(SUM, size, ways) for size in sizes)
 
 
-def _column_bytes(measured: Measurements, options: ModelParallel, share: float) -> float:
-    if options.columns == 1:
-        return 0.0
-    exchange = exchange_of(measured.program, options.method, options.columns)
-    return share * wire_bytes(exchange.collectives, options.columns)
-
-
-def _columns_seconds(measured: Measurements, conditions: Conditions, options: ModelParallel, share: float) -> float:
-    """Returns how long columns sum the gradients of a stage, after its last micro-batch."""
-    if options.columns == 1:
-        return 0.0
-    exchange = exchange_of(measured.program, options.method, options.columns)
+def _column_sums(
+    measured: Measurements, conditions: Conditions, options: ModelParallel, share: float
+) -> tuple[float, float]:
+    """Returns how long columns sum the gradients of a stage, after its last micro-batch, and what each sends."""
+    columns = options.columns
+    if columns == 1:
+        return 0.0, 0.0
+    exchange = exchange_of(measured.program, options.method, columns)
     transfers = TransferCosts(measured.machine.transfers)
-    core = sum(
-        transfers.core_seconds(collective.kind, collective.nbytes * share, options.columns)
-        for collective in exchange.collectives
-    )
+    sizes = [(collective.kind, collective.nbytes * share) for collective in exchange.collectives]
+    core = sum(transfers.core_seconds(kind, nbytes, columns) for kind, nbytes in sizes)
     core += exchange.compute_seconds * share
-    on_link = sum(
-        collective_seconds(collective.kind, collective.nbytes * share, options.columns, conditions.link)
-        for collective in exchange.collectives
-    )
-    return max(core / conditions.cores, on_link)
+    on_link = sum(collective_seconds(kind, nbytes, columns, conditions.link) for kind, nbytes in sizes)
+    return max(core / conditions.cores, on_link), share * wire_bytes(exchange.collectives, columns)
 
 
 def bubble(stages: int, micro_batches: int) -> float:
@@ -172,16 +169,12 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def pipeline_seconds(
-    stage_seconds: Sequence[float],
-    micro_batches: int,
-    hop_seconds: float = 0.0,
-    hop_link_seconds: float = 0.0,
-    schedule: str = "1f1b",
+    stage_seconds: Sequence[float], micro_batches: int, hop_seconds: float = 0.0, hop_link_seconds: float = 0.0
 ) -> float:
     """Returns the time of the forward and backward passes of a step.
 
     `hop_seconds` is how long activations, or their gradients, take from a stage to the next one, and `hop_link_seconds`
-    how long they occupy one direction of a link. The schedule is "1f1b" or "gpipe".
+    how long they occupy one direction of a link.
 
     The slowest stage, or the slowest link, is busy with all micro-batches; before its first and after its last one, the
     others compute one each, and activations and gradients pass every cut once. By 1F1B, stage `s` of `P` begins another
@@ -189,24 +182,11 @@ def pipeline_seconds(
 
     >>> pipeline_seconds([1.0, 1.0], 4), pipeline_seconds([1.0, 2.0], 4), pipeline_seconds([1.0, 1.0], 4, 0.5)
     (5.0, 9.0, 7.5)
-    >>> pipeline_seconds([1.0, 1.0], 4, 0.5, schedule="gpipe")
-    6.0
-    >>> pipeline_seconds([1.0, 1.0], 4, 3.0, 3.0, schedule="gpipe")  # the link is slower than the stages
-    17.0
     """
     pace = max(*stage_seconds, hop_link_seconds)
     stages = len(stage_seconds)
-    for stage in range(stages if schedule == "1f1b" else 0):
+    for stage in range(stages):
         begun = stages - stage
         if micro_batches > begun:
             pace = max(pace, (sum(stage_seconds[stage:]) + 2 * (begun - 1) * hop_seconds) / begun)
     return sum(stage_seconds) + (micro_batches - 1) * pace + 2 * (stages - 1) * hop_seconds
-
-
-def live_micro_batches(stage: int, stages: int, micro_batches: int, schedule: str) -> int:
-    """Returns the number of micro-batches whose activations a stage holds at the same time.
-
-    >>> [live_micro_batches(stage, 4, 8, "1f1b") for stage in range(4)], live_micro_batches(0, 4, 8, "gpipe")
-    ([4, 3, 2, 1], 8)
-    """
-    return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.planning.candidates import Candidate, candidates
-from tfdist.planning.cost_terms import Conditions
+from tfdist.planning.cost_terms import Conditions, measured_compilations
 from tfdist.planning.group_exchanges import exchange_of
 from tfdist.planning.measurements import DENSE, Measurements
-from tfdist.planning.plan_code import code_of
+from tfdist.planning.plan_table import code_of
 from tfdist.planning.plans import Plan
 from tfdist.planning.predict_model_parallel import bubble
-from tfdist.planning.step_costs import is_measured
 from tfdist.utils.formatting import format_bytes, format_seconds
 
 TIE = 0.05
@@ -31,34 +30,22 @@ def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> 
     follow all others. Among plans within 5 % of the fastest one that is left, the simplest is first: exact before
     inexact, fewer options before more, then the smaller error of a gradient.
     """
-    all_candidates = list(candidates(measured, conditions, workers))
-    fitting = [
-        candidate for candidate in all_candidates if candidate.prediction.memory_bytes <= conditions.memory_bytes
-    ]
-    oversized = [
-        candidate for candidate in all_candidates if candidate.prediction.memory_bytes > conditions.memory_bytes
-    ]
-    dense = [
-        candidate.prediction.wire_bytes
-        for candidate in all_candidates
-        if candidate.method == DENSE and candidate.complexity == 0
-    ]
-    dense_bytes = max(dense, default=0.0)
-    excess = [(candidate, candidate.prediction.memory_bytes - conditions.memory_bytes) for candidate in oversized]
+    fitting: dict[bool, list[Candidate]] = {False: [], True: []}  # by whether there is a chief
+    excess: list[tuple[Candidate, float]] = []
+    dense_bytes = 0.0
+    for candidate in candidates(measured, conditions, workers):
+        if candidate.prediction.memory_bytes <= conditions.memory_bytes:
+            fitting[candidate.has_chief].append(candidate)
+        else:
+            excess.append((candidate, candidate.prediction.memory_bytes - conditions.memory_bytes))
+        if candidate.method == DENSE and candidate.complexity == 0:
+            dense_bytes = max(dense_bytes, candidate.prediction.wire_bytes)
     excess.sort(key=lambda pair: (pair[1], _complexity(measured, pair[0])))
+    ordered = [*_by_speed(measured, fitting[False]), *_by_speed(measured, fitting[True])]
     return FoundPlans(
-        [_plan(measured, candidate, dense_bytes) for candidate in ordered(measured, fitting)],
+        [_plan(measured, candidate, dense_bytes) for candidate in ordered],
         [(_plan(measured, candidate, dense_bytes), int(missing)) for candidate, missing in excess],
     )
-
-
-def ordered(measured: Measurements, found: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the best first; see `find_plans`."""
-    measured_whole = [candidate for candidate in found if not _has_chief(candidate)]
-    return [
-        *_by_speed(measured, measured_whole),
-        *_by_speed(measured, [candidate for candidate in found if _has_chief(candidate)]),
-    ]
 
 
 def _by_speed(measured: Measurements, unordered: Sequence[Candidate]) -> list[Candidate]:
@@ -75,10 +62,6 @@ def _by_speed(measured: Measurements, unordered: Sequence[Candidate]) -> list[Ca
     return result
 
 
-def _has_chief(candidate: Candidate) -> bool:
-    return candidate.has_chief or candidate.servers > 0
-
-
 def _complexity(measured: Measurements, candidate: Candidate) -> tuple[bool, bool, int, float]:
     return (
         candidate.is_local,
@@ -91,7 +74,7 @@ def _complexity(measured: Measurements, candidate: Candidate) -> tuple[bool, boo
 def _plan(measured: Measurements, candidate: Candidate, dense_bytes: float) -> Plan:
     predicted, program = candidate.prediction, measured.program
     # Without this line, "auto" may compile what was measured without.
-    says_compiled = is_measured(program, compiled=True) and candidate.strategy.name == "MultiWorkerMirroredStrategy"
+    says_compiled = True in measured_compilations(program) and candidate.strategy.name == "MultiWorkerMirroredStrategy"
     return Plan(
         strategy=candidate.strategy,
         compression=None if candidate.method == DENSE else candidate.method,
@@ -123,31 +106,32 @@ def gradient_error(measured: Measurements, method: str, workers: int) -> float:
     return 0.0 if method == DENSE else exchange_of(measured.program, method, max(workers, 2)).gradient_error
 
 
-def accuracy_of(measured: Measurements, one: Candidate) -> str:
+def accuracy_of(measured: Measurements, candidate: Candidate) -> str:
     """Returns the price in exactness."""
     prices = []
-    if one.method != DENSE:
-        error = gradient_error(measured, one.method, one.workers)
-        exchange = exchange_of(measured.program, one.method, max(one.workers, 2))
+    if candidate.method != DENSE:
+        exchange = exchange_of(measured.program, candidate.method, max(candidate.workers, 2))
         prices.append(
-            f"{_what_is_sent(one)} off by {100 * error:.2g} %"
+            f"{_what_is_sent(candidate)} off by {100 * exchange.gradient_error:.2g} %"
             + (" at first; what is left out is added to the next ones" if exchange.state_bytes else "")
         )
-    mode = one.strategy.arguments.get("mode")
-    if one.accumulated > 1:
-        prices.append(f"an update for {one.accumulated} batches, as if batches were {one.accumulated} times as large")
-    elif one.strategy.name == "ParameterServerStrategy" and one.is_local:
-        prices.append(f"gradients are up to about {one.workers - 1} updates old, and each run differs")
+    mode = candidate.strategy.arguments.get("mode")
+    if candidate.accumulated > 1:
+        prices.append(
+            f"an update for {candidate.accumulated} batches, as if batches were {candidate.accumulated} times as large"
+        )
+    elif candidate.strategy.name == "ParameterServerStrategy" and candidate.is_local:
+        prices.append(f"gradients are up to about {candidate.workers - 1} updates old, and each run differs")
     elif isinstance(mode, dict) and "sync_every" in mode["arguments"]:
         prices.append(f"workers train apart for {mode['arguments']['sync_every']} updates, on their own parts")
     return "; ".join(prices) or "exact: the numbers of one process, up to rounding"
 
 
-def reason_of(one: Candidate, dense_bytes: float) -> str:
+def reason_of(candidate: Candidate, dense_bytes: float) -> str:
     """Returns what bounds the step, and what the plan does about it."""
-    predicted = one.prediction
+    predicted = candidate.prediction
     step = predicted.step_seconds
-    if one.workers == 1:
+    if candidate.workers == 1:
         return f"one worker computes {format_seconds(predicted.compute_seconds)} and sends nothing"
     if predicted.link_seconds > _BUSY * step:
         bound = f"the link is busy {_of(predicted.link_seconds, step)}"
@@ -161,7 +145,7 @@ def reason_of(one: Candidate, dense_bytes: float) -> str:
             f"{format_seconds(predicted.exchange_seconds)} of the cores and {format_seconds(predicted.link_seconds)} "
             "of the link; the rest are latencies"
         )
-    means = _means(one, dense_bytes)
+    means = _means(candidate, dense_bytes)
     return f"{bound}; {means}" if means else bound
 
 

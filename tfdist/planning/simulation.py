@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import Measurements
 from tfdist.planning.plans import Plan
 from tfdist.planning.topology import Topology
 
 WEAK, STRONG = "weak", "strong"
 STAGES = "stages"
-FindPlans = Callable[[Measurements, Link, int], Sequence[Plan]]
+FindPlans = Callable[[Measurements, LinkSpeed, int], Sequence[Plan]]
 _SECONDS_PER_HOUR = 3600.0
 
 
@@ -116,7 +116,6 @@ class Simulation:
     left_out: Sequence[int]  # numbers of workers for which there is no plan
 
     def kinds(self) -> list[str]:
-        """Returns the kinds of plans."""
         return list(dict.fromkeys(point.kind for point in self.points))
 
     def of_kind(self, kind: str) -> list[SimulatedPoint]:
@@ -125,20 +124,18 @@ class Simulation:
 
     def best(self) -> list[SimulatedPoint]:
         """Returns the fastest point of each number of workers."""
-        numbers = sorted({point.workers for point in self.points})
-        return [max(self._at(number), key=lambda point: point.samples_per_second) for number in numbers]
+        by_workers: dict[int, list[SimulatedPoint]] = {}
+        for point in self.points:
+            by_workers.setdefault(point.workers, []).append(point)
+        return [max(by_workers[number], key=lambda point: point.samples_per_second) for number in sorted(by_workers)]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
         document = dataclasses.asdict(self)
         document["cluster"]["topology"] = self.cluster.topology.text
         for point in document["points"]:
             cost, epoch = point["cost_per_million_samples"], self.samples_of_epoch
             point["cost_per_epoch"] = None if cost is None or epoch is None else cost * epoch / 1e6
         return document
-
-    def _at(self, workers: int) -> list[SimulatedPoint]:
-        return [point for point in self.points if point.workers == workers]
 
 
 def simulate(measured: Measurements, cluster: SimulatedCluster, find_plans: FindPlans) -> Simulation:

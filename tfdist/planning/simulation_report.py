@@ -127,11 +127,7 @@ _ENDINGS = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Checks that a picture can be drawn, before anything is measured.
-
-    Raises:
-        ValueError: The ending of the file's name is unknown, its directory is missing, or so is Matplotlib.
-    """
+    """Checks that a picture can be drawn, before anything is measured; otherwise raises a ValueError."""
     if path.suffix.lower() not in _ENDINGS:
         raise ValueError(
             f"Unknown format of a picture. Received: {path}. Expected: a name that ends with one of "
@@ -149,12 +145,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(simulation: Simulation, path: Path) -> None:
-    """Draws step time, efficiency, and where they are known goodput and price, against the number of workers.
-
-    Raises:
-        ValueError: As for `check_picture`.
-    """
-    check_picture(path)
+    """Draws step time, efficiency, and where they are known goodput and price, against the number of workers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,26 +1,27 @@
 """Measures the exchange of a step's gradients by a method: the time of a core, the collectives, the error."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import CompressionState
-from tfdist.collectives.all_reduce import ReductionContext
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.byte_counters import ByteCounters
-from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.collectives.recorded_reduction import RecordedReduction, Recorder
 from tfdist.compression import Policy
 from tfdist.planning.measurements import DENSE, Collective, ExchangeMeasurement
 from tfdist.probe.probe_strategy import ProbeStrategy
 from tfdist.probe.process_usage import timed
-from tfdist.probe.seen_gradients import UpdateGradients
-from tfdist.tensorflow_internals.loopback_collectives import loopback_launcher
+from tfdist.probe.worker_steps import UpdateGradients
+from tfdist.tensorflow_internals.collective_launcher import loopback_launcher
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 
 _MAX_COMPARED_VALUES = 1 << 26
+_LEAST_PART = 0.01  # of backpropagation, after which a bucket is complete
 
 
 class LoopbackExchange:
@@ -98,10 +99,8 @@ def _run(exchange: LoopbackExchange, updates: Sequence[UpdateGradients]) -> tupl
     return sums, [tf.convert_to_tensor(call.nbytes, tf.int64) for call in exchange.recorder.calls]
 
 
-def bucket_ready(
-    steps: Sequence[tuple[float, Sequence[float]]], forward_seconds: float, median: Callable[[Sequence[float]], float]
-) -> tuple[float, ...]:
-    """Returns the part of backpropagation after which each bucket is complete, in (0, 1].
+def bucket_ready(steps: Sequence[tuple[float, Sequence[float]]], forward_seconds: float) -> tuple[float, ...]:
+    """Returns the part, in (0, 1], of backpropagation after which each bucket is complete.
 
     `steps` have when each began, and when each of its buckets was complete.
     """
@@ -113,5 +112,4 @@ def bucket_ready(
             parts.append([(time - start) / length for time in times])
     if not parts:
         return tuple(1.0 for _ in (steps[0][1] if steps else ()))
-    least = 0.01
-    return tuple(min(max(median(values), least), 1.0) for values in zip(*parts, strict=True))
+    return tuple(min(max(statistics.median(values), _LEAST_PART), 1.0) for values in zip(*parts, strict=True))

@@ -47,31 +47,16 @@ class FirstBatches:
         leaves = tf.nest.flatten(batch)
         specs = self.spec if len(self.spec) == len(leaves) else [None] * len(leaves)
         mapped = [_relaxed(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        return tf.nest.pack_sequence_as(batch, mapped) if len(batch) > 1 else tf.nest.pack_sequence_as(batch, mapped)[0]
+        structure = tf.nest.pack_sequence_as(batch, mapped)
+        return structure if len(batch) > 1 else structure[0]
 
 
 class _EnoughError(Exception):
     """Ends the `fit` whose batches are drawn."""
 
 
-class _Steps(keras.callbacks.Callback):
-    """Notes the number of steps of an epoch."""
-
-    steps: int | None = None
-
-    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Notes it."""
-        self.steps = self.params.get("steps")
-
-
 def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, Any]) -> FirstBatches:
-    """Draws batches by a `fit` that makes no step.
-
-    Callbacks and validation data among the arguments of `fit` are not used.
-
-    Raises:
-        Exception: What Keras raises about the arguments or the data.
-    """
+    """Draws batches by a `fit` that makes no step, without the callbacks and the validation data of its arguments."""
     drawn: list[Any] = []
     seconds: list[float] = []
     specs: list[Any] = []
@@ -90,8 +75,8 @@ def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, A
                 drawn.append(tf.nest.map_structure(_local, batch))
         raise _EnoughError
 
-    steps = _Steps()
-    changed = {"callbacks": [steps], "verbose": 0, "validation_data": None}
+    callback = keras.callbacks.Callback()  # `fit` sets its parameters
+    changed = {"callbacks": [callback], "verbose": 0, "validation_data": None}
     changed["epochs"] = max(int(arguments.get("epochs", 1)), int(arguments.get("initial_epoch", 0)) + 1)
     model.train_function = None
     # Keras tracks attributes that are set in the ordinary way.
@@ -111,7 +96,8 @@ def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, A
     rows = [_rows(batch) for batch in drawn]
     batches = tuple(batch for batch, count in zip(drawn, rows, strict=True) if count == rows[0])
     later = seconds[1:] or seconds
-    return FirstBatches(batches, tuple(tf.nest.flatten(specs[0])), rows[0], steps.steps, statistics.median(later))
+    steps = (callback.params or {}).get("steps")
+    return FirstBatches(batches, tuple(tf.nest.flatten(specs[0])), rows[0], steps, statistics.median(later))
 
 
 def _local(value: Any) -> Any:

@@ -7,43 +7,34 @@ from typing import Any
 import tensorflow as tf
 
 import tfdist.strategies
+from tfdist.collectives.all_reduce import ReplicaHierarchy
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.byte_counters import ByteCounters
-from tfdist.collectives.hierarchy import ReplicaHierarchy
-from tfdist.collectives.recorded_reduction import KeptGradients, RecordedReduction
+from tfdist.collectives.recorded_reduction import KeptGradients
 from tfdist.compression import Policy
 from tfdist.strategies import MultiWorkerMirroredStrategy
-from tfdist.tensorflow_internals.loopback_collectives import alone, loop_back
+from tfdist.tensorflow_internals.collective_launcher import alone, loop_back
 
 _OURS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy")
 _TENSORFLOWS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy")
 
-Reduction = KeptGradients | RecordedReduction
-
 
 class ProbeStrategy(MultiWorkerMirroredStrategy):
-    """One worker until `act_as_worker_of`, then the first of several workers whose collectives return at once."""
+    """One worker until `act_as_worker_of`, then the first of several workers whose collectives return at once.
 
-    def __init__(self) -> None:
-        """Creates the strategy; the environment must not describe a cluster."""
-        super().__init__()
+    The environment must not describe a cluster.
+    """
 
-    def act_as_worker_of(self, members: int, method: str | None = None, *, exchanges: bool = False) -> Reduction:
-        """Makes functions that are traced from now on those of worker 0 of `members` workers; returns its reduction.
+    def act_as_worker_of(self, members: int) -> KeptGradients:
+        """Makes functions that are traced from now on those of worker 0 of `members` workers, which keeps gradients."""
+        reductions: list[KeptGradients] = []
 
-        Args:
-            members: The number of workers.
-            method: The compression, if gradients are exchanged.
-            exchanges: Whether gradients are packed, encoded and decoded. Otherwise they stay as they are.
-        """
-        reductions: list[Reduction] = []
-
-        def reduction(everyone: Any, cross: Any, local: Any, rank: int) -> Reduction:
+        def reduction(everyone: Any, cross: Any, local: Any, rank: int) -> KeptGradients:
             hierarchy = ReplicaHierarchy(everyone, cross, local, rank)
             counters = ByteCounters(everyone.host)
-            kind = RecordedReduction if exchanges else KeptGradients
-            policy = Policy(method)
-            reductions.append(kind(hierarchy, self._reduction_context, DEFAULT_BUCKET_BYTES, policy, counters=counters))
+            reductions.append(
+                KeptGradients(hierarchy, self._reduction_context, DEFAULT_BUCKET_BYTES, Policy(None), counters=counters)
+            )
             return reductions[-1]
 
         loop_back(self.extended, members, reduction)
@@ -55,7 +46,6 @@ class ProbeStrategy(MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
-        """Returns the dataset of this worker."""
         with alone(self.extended):
             return super().distribute_datasets_from_function(dataset_fn, options)
 

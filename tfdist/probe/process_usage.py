@@ -15,6 +15,7 @@ from pathlib import Path
 
 _IDLE_FIELDS = (4, 5)  # idle and waiting for a disk, of a line of proc_stat(5)
 _RESET_PEAK = "5"  # of proc_pid_clear_refs(5)
+_MIN_CALLS, _MAX_CALLS, _MIN_SECONDS = 4, 15, 0.3
 
 
 def work_seconds() -> float:
@@ -22,32 +23,12 @@ def work_seconds() -> float:
     return time.process_time() if _only_core() is not None else time.perf_counter()
 
 
-class StepClock:
-    """Collects the ends of steps."""
-
-    def __init__(self) -> None:
-        self._ends: list[float] = []
-        self._idle: list[float] = []
-        self.steps = -1
-
-    def end_step(self) -> None:
-        """Notes the end of a step; the first call only starts the clock."""
-        self._ends.append(work_seconds())
-        self._idle.append(_idle_seconds())
-        self.steps += 1
-
-    def seconds(self) -> list[float]:
-        """Returns the times of the steps."""
-        idle = (self._idle[-1] - self._idle[0]) / max(self.steps, 1)
-        return [after - before + idle for before, after in zip(self._ends, self._ends[1:], strict=False)]
-
-
-def timed(call: Callable[[], object], *, least: int = 4, most: int = 15, seconds: float = 0.3) -> float:
+def timed(call: Callable[[], object]) -> float:
     """Returns the median time of `call`, after two calls that are left out."""
     for _ in range(2):
         call()
     spent: list[float] = []
-    while len(spent) < least or (len(spent) < most and sum(spent) < seconds):
+    while len(spent) < _MIN_CALLS or (len(spent) < _MAX_CALLS and sum(spent) < _MIN_SECONDS):
         start = work_seconds()
         call()
         spent.append(work_seconds() - start)
@@ -60,7 +41,7 @@ def _only_core() -> int | None:
     return next(iter(cores)) if len(cores) == 1 else None
 
 
-def _idle_seconds() -> float:
+def idle_seconds() -> float:
     """Returns how long this process's only core was idle since the system has started; 0 on several cores."""
     core = _only_core()
     with contextlib.suppress(OSError, ValueError, IndexError):

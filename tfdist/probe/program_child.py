@@ -2,10 +2,10 @@
 
 import inspect
 import io
+import itertools
 import json
 import os
 import runpy
-import statistics
 import sys
 import time
 import traceback
@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.pipeline.layer_costs import elements_of, estimated_cost, measured_costs
-from tfdist.pipeline.unsupported_models import check_model_for_stages
+from tfdist.pipeline.placed_models import check_model_for_stages
+from tfdist.pipeline.stages import elements_of, estimated_cost, measured_costs
 from tfdist.planning.measurements import (
     DENSE,
     ExchangeMeasurement,
@@ -89,18 +89,19 @@ class _ProgramProbe:
         exchanges = self._exchanges(observed.updates, counts)
         computation = measured[-1].seconds - update_seconds
         measured += self._compiled_steps(steps, data, counts)
-        graph = _graph_of_stages(model, self._strategy, _inputs(data, data.rows))
+        inputs = keras.utils.unpack_x_y_sample_weight(data.batches[0])[0]
+        graph = _graph_of_stages(model, self._strategy, inputs)
         layers: tuple[LayerMeasurement, ...] = ()
         if graph is not None:
             self._enter_stage("times the layers")
-            layers = _layer_table(graph, _inputs(data, data.rows), computation, may_measure=self._request.has_time)
+            layers = _layer_table(graph, inputs, computation, may_measure=self._request.has_time)
         trainable = model.trainable_variables
         return ProgramMeasurement(
             rows=data.rows,
             samples=_samples(arguments, data),
             steps=tuple(_split(step, part, update_seconds) for step in measured),
             exchanges=tuple(exchanges),
-            bucket_ready=bucket_ready(observed.bucket_times, forward_seconds, statistics.median),
+            bucket_ready=bucket_ready(observed.bucket_times, forward_seconds),
             layers=layers,
             variable_bytes=_bytes(model.variables),
             gradient_bytes=_bytes(trainable),
@@ -109,9 +110,7 @@ class _ProgramProbe:
             data_seconds=data.seconds,
             is_functional=graph is not None,
             optimizer=", ".join(
-                dict.fromkeys(
-                    type(model_optimizer).__name__ for model_optimizer in optimizers_of(model) if model_optimizer.built
-                )
+                dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers_of(model) if optimizer.built)
             ),
             save_seconds=_save_seconds(model),
             start_seconds=start_seconds,
@@ -157,10 +156,6 @@ def _rows(data: FirstBatches, members: int) -> int:
     return max(1, data.rows // members)
 
 
-def _inputs(data: FirstBatches, rows: int) -> Any:
-    return keras.utils.unpack_x_y_sample_weight(data.first_rows(0, rows))[0]
-
-
 def _split(step: StepMeasurement, forward_part: float, update_seconds: float) -> StepMeasurement:
     update = min(update_seconds, step.seconds)
     return replace(step, forward_seconds=forward_part * (step.seconds - update), update_seconds=update)
@@ -175,25 +170,18 @@ def _samples(arguments: Mapping[str, Any], data: FirstBatches) -> int | None:
 
 
 def _bytes(variables: Sequence[Any]) -> int:
-    sizes = {
-        id(variable): (tf.TensorShape(variable.shape).num_elements() or 0) * _item_bytes(variable)
-        for variable in variables
-    }
-    return sum(sizes.values())
+    distinct = {id(variable): variable for variable in variables}.values()
+    return sum((tf.TensorShape(variable.shape).num_elements() or 0) * _item_bytes(variable) for variable in distinct)
 
 
-def _item_bytes(variable: Any) -> int:
-    return int(tf.as_dtype(keras.backend.standardize_dtype(variable.dtype)).size)
+def _item_bytes(tensor: Any) -> int:
+    return int(tf.as_dtype(keras.backend.standardize_dtype(tensor.dtype)).size)
 
 
 def _save_seconds(model: Any) -> float:
     start = time.perf_counter()
     file = io.BytesIO()
-    variables = [
-        *model.variables,
-        *(optimizer_variable for optimizer in optimizers_of(model) for optimizer_variable in optimizer.variables),
-    ]
-    for variable in variables:
+    for variable in itertools.chain(model.variables, *(optimizer.variables for optimizer in optimizers_of(model))):
         file.write(memoryview(keras.ops.convert_to_numpy(variable)).tobytes())
     return time.perf_counter() - start
 
@@ -212,16 +200,12 @@ def _graph_of_stages(model: Any, strategy: Any, x: Any) -> FunctionalGraph | Non
 
 
 def _layer_table(
-    graph: FunctionalGraph, x: Any, step_seconds: float, *, may_measure: bool = True
+    graph: FunctionalGraph, x: Any, step_seconds: float, *, may_measure: bool
 ) -> tuple[LayerMeasurement, ...]:
-    """Returns the layer calls of a graph.
+    """Returns the layer calls of a graph, measured with the inputs `x` if there is time.
 
-    Args:
-        graph: The graph.
-        x: The inputs of a batch, tensors.
-        step_seconds: The time of the forward and backward passes, which is split by estimates if there are many calls
-            or recurrent layers, whose gradients take 10 s to trace alone.
-        may_measure: Whether there is time to measure each layer.
+    `step_seconds`, the time of both passes, is split by estimates if there are many calls or recurrent layers, whose
+    gradients take 10 s to trace alone.
     """
     estimates = [float(estimated_cost(call)) for call in graph.calls]
     scale = step_seconds / (sum(estimates) or 1.0)
@@ -232,7 +216,10 @@ def _layer_table(
     counted: set[int] = set()
     return tuple(
         LayerMeasurement(
-            call.name, seconds[call.name], _parameters(call.variables, counted), _output_bytes(call.outputs)
+            call.name,
+            seconds[call.name],
+            _parameters(call.variables, counted),
+            sum(elements_of(tensor) * _item_bytes(tensor) for tensor in call.outputs),
         )
         for call in graph.calls
     )
@@ -245,11 +232,6 @@ def _parameters(variables: Sequence[Any], counted: set[int]) -> int:
     return sum(tf.TensorShape(variable.shape).num_elements() or 0 for variable in uncounted)
 
 
-def _output_bytes(outputs: Sequence[Any]) -> int:
-    dtypes = [tf.as_dtype(keras.backend.standardize_dtype(tensor.dtype)) for tensor in outputs]
-    return sum(elements_of(tensor) * dtype.size for tensor, dtype in zip(outputs, dtypes, strict=True))
-
-
 class _Channel:
     """The pipe to the parent."""
 
@@ -259,7 +241,6 @@ class _Channel:
         self._file = os.fdopen(descriptor, "w", buffering=1)
 
     def send(self, kind: str, value: Any) -> None:
-        """Sends a message."""
         self._file.write(json.dumps({kind: value}) + "\n")
 
     def end(self, kind: str, value: Any) -> NoReturn:
@@ -271,10 +252,7 @@ class _Channel:
 
 
 def main(argv: list[str]) -> None:
-    """Runs the program.
-
-    Arguments are the descriptor of the pipe, the request as a JSON object, and the script with its arguments.
-    """
+    """Runs a program; `argv`: the descriptor of the pipe, the request as JSON, the script and its arguments."""
     channel, request, script = _Channel(int(argv[0])), _ProbeRequest(**json.loads(argv[1])), argv[2:]
     strategy = ProbeStrategy()
     bare_bytes = resident_bytes()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import tfdist
@@ -52,9 +51,6 @@ def measure(
         with_xla: Whether steps are measured with `jit_compile=True`, too.
         timeout_seconds: The limit of all together. Less important measurements are left out when it comes near.
         cores_per_worker: The cores of a worker. By default those of one of two workers on this machine.
-
-    Raises:
-        ProbeError: The program never calls `fit`, fails, or takes too long; an argument is invalid.
     """
     _check_script(script)
     began = time.monotonic()
@@ -182,16 +178,13 @@ class MeasuringProcess:
 
     Its output goes to the standard error of this process. It leads a process group, which is killed when the `with`
     block ends, and when this process dies.
-
-    Attributes:
-        timed_out: Whether `messages` has ended because of its limit.
     """
 
     def __init__(
         self, module: str, arguments: Sequence[str], environ: Mapping[str, str], *, cores: Sequence[int]
     ) -> None:
         """Starts the process. `cores` are the numbers of its cores among the usable ones."""
-        self.timed_out = False
+        self.timed_out = False  # whether `messages` has ended because of its limit
         self._read, write = os.pipe()
         parent = os.getpid()
 
@@ -248,9 +241,7 @@ class MeasuringProcess:
     def __enter__(self) -> "MeasuringProcess":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -82,7 +81,7 @@ def _timed_calls(kind: str, nbytes: int, run: Callable[[], Any], in_turn: int) -
         run()
     count = min(max(_BYTES_OF_CALLS // nbytes, _MIN_CALLS), _MAX_CALLS)
     seconds = []
-    used = _core_seconds()
+    used = time.process_time()
     for _ in range(count):
         start = time.perf_counter()
         run()
@@ -91,13 +90,8 @@ def _timed_calls(kind: str, nbytes: int, run: Callable[[], Any], in_turn: int) -
         "kind": kind,
         "nbytes": nbytes,
         "seconds": statistics.quantiles(seconds, n=4)[0] / in_turn,  # other processes delay some calls
-        "core_seconds": (_core_seconds() - used) / count / in_turn,
+        "core_seconds": (time.process_time() - used) / count / in_turn,
     }
-
-
-def _core_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Times real steps of `fit` of one worker, and their forward pass and update."""
+"""Times real steps of `fit` of one worker, their forward pass and update, and sees their gradients."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.recorded_reduction import KeptGradients, Recorder
+from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES, fill_buckets
+from tfdist.collectives.recorded_reduction import Recorder
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.keras_internals.variable_paths import trained_variables
+from tfdist.keras_internals.optimizers import variables_by_path
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
-from tfdist.probe.process_usage import StepClock, peak_bytes, reset_peak, timed
-from tfdist.probe.seen_gradients import SeenGradients, UpdateGradients
+from tfdist.probe.process_usage import idle_seconds, peak_bytes, reset_peak, timed, work_seconds
+from tfdist.tensorflow_internals.operation_order import after_clocks
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _FIRST_STEPS = 2  # left out: they trace, compile and fill caches
 _MIN_STEPS = 6
@@ -24,6 +27,83 @@ _MAX_STEPS = 40
 _SECONDS = 1.5
 _MAX_ACCUMULATED = 64
 _TIMED_STEPS = 6
+
+
+@dataclass(frozen=True)
+class UpdateGradients:
+    """The gradients of one update of an optimizer."""
+
+    paths: tuple[str, ...]  # the paths of the variables
+    gradients: tuple[Any, ...]  # dense tensors or `tf.IndexedSlices`
+
+
+class SeenGradients:
+    """Called in the graph of a step with its gradients, in place of their exchange.
+
+    The first step keeps them; later ones note only the times at which buckets are complete.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self._keeps = ResourceVariable(True, trainable=False)
+        # By the paths of an update, because a function may be traced twice.
+        self._kept: dict[tuple[str, ...], list[Any]] = {}
+        self._times: dict[tuple[str, ...], list[Any]] = {}
+
+    def __call__(self, tensors: Sequence[Any], paths: Sequence[str]) -> Sequence[Any]:
+        """Notes the gradients of an update, and returns them: what uses them waits until the times are noted."""
+        key = tuple(paths)
+        if tf.executing_eagerly() and key in self._kept:
+            return tensors
+        parts = [_parts(tensor) for tensor in tensors]
+        with tf.init_scope():
+            kept_variables = [[_variable(part.dtype) for part in tensor_parts] for tensor_parts in parts]
+        self._kept[key] = [
+            (variables, isinstance(tensor, tf.IndexedSlices), tuple(tensor.shape))
+            for variables, tensor in zip(kept_variables, tensors, strict=True)
+        ]
+
+        def keep() -> None:
+            for variables, tensor_parts in zip(kept_variables, parts, strict=True):
+                for variable, part in zip(variables, tensor_parts, strict=True):
+                    variable.assign(part)
+
+        if tf.executing_eagerly():
+            keep()
+            return tensors
+        tf.cond(self._keeps, keep, lambda: None)
+        dense = [position for position, tensor_parts in enumerate(parts) if len(tensor_parts) == 1]
+        buckets = fill_buckets([parts[position][0] for position in dense], DEFAULT_BUCKET_BYTES)
+        groups = [[parts[dense[position]][0] for position in bucket] for bucket in buckets]
+        groups += [tensor_parts for tensor_parts in parts if len(tensor_parts) > 1]
+        with tf.init_scope():
+            self._times[key] = [ResourceVariable(0.0, dtype=tf.float64, trainable=False) for _ in groups]
+        times = []
+        for members, variable in zip(groups, self._times[key], strict=True):
+            with tf.control_dependencies(members):
+                times.append(tf.timestamp())
+            variable.assign(times[-1])
+        return after_clocks(times, tensors)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a step has updated variables."""
+        first = next(iter(self._kept.values()), None)
+        return first is not None and all(_is_set(variables) for variables, *_ in first)
+
+    def stop_keeping(self) -> None:
+        """Leaves the gradients as they are from now on."""
+        self._keeps.assign(False)
+
+    def times(self) -> list[float]:
+        """Returns when each bucket of the last step was complete, in seconds since 1970, in the order of buckets."""
+        return [float(variable.numpy()) for times in self._times.values() for variable in times]
+
+    def updates(self) -> list[UpdateGradients]:
+        return [
+            UpdateGradients(paths, tuple(_value(variables, sparse, shape) for variables, sparse, shape in entries))
+            for paths, entries in self._kept.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -50,8 +130,7 @@ class WorkerSteps:
         seen = SeenGradients()
         self._compile(False)
         reduction = self._strategy.act_as_worker_of(members)
-        if isinstance(reduction, KeptGradients):
-            reduction.seen = seen
+        reduction.seen = seen
         recorder = reduction.recorder = Recorder()
         timed_steps: list[tuple[float, Sequence[float]]] = []
         began: list[float] = []
@@ -96,20 +175,23 @@ class WorkerSteps:
 
     def seconds(self, rows: int) -> list[float]:
         """Returns the times of steps on `rows` samples as the strategy traces them now."""
-        clock = StepClock()
         ended: list[float] = []
+        work: list[float] = []
+        idle: list[float] = []
 
         def end(batch: int, logs: Any = None) -> None:
             ended.append(time.perf_counter())
             if len(ended) >= _FIRST_STEPS:
-                clock.end_step()
+                work.append(work_seconds())
+                idle.append(idle_seconds())
                 spent = ended[-1] - ended[_FIRST_STEPS - 1]
-                self._model.stop_training = clock.steps >= _MIN_STEPS and spent > _SECONDS
+                self._model.stop_training = len(work) > _MIN_STEPS and spent > _SECONDS
 
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
         self._model.train_function = None
         self._run_fit(rows, [callback], _MAX_STEPS)
-        return clock.seconds()
+        idle_of_step = (idle[-1] - idle[0]) / max(len(work) - 1, 1)
+        return [after - before + idle_of_step for before, after in itertools.pairwise(work)]
 
     def forward_seconds(self, members: int, rows: int) -> float | None:
         """Returns the time of the forward pass up to the loss; None if the model has no `call` that `fit` uses."""
@@ -134,7 +216,7 @@ class WorkerSteps:
         total = 0.0
         for update in updates:
             for optimizer in optimizers_of(self._model):
-                variables = trained_variables(self._strategy, optimizer)
+                variables = variables_by_path(self._strategy, optimizer)
                 if set(update.paths) <= set(variables):
                     total += self._update_seconds(optimizer, update, [variables[path] for path in update.paths])
                     break
@@ -167,3 +249,21 @@ def _identity(gradient: Any) -> Any:
         return tf.identity(gradient)
     shape = tf.constant(gradient.dense_shape.numpy(), gradient.dense_shape.dtype)
     return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), shape)
+
+
+def _parts(tensor: Any) -> list[tf.Tensor]:
+    return [tensor.values, tensor.indices] if isinstance(tensor, tf.IndexedSlices) else [tf.convert_to_tensor(tensor)]
+
+
+def _variable(dtype: tf.DType) -> Any:
+    # No gradient has this shape, by which `_is_set` finds out that nothing was assigned yet.
+    return ResourceVariable(tf.zeros([0, 0, 0, 0, 0, 0, 0], dtype), trainable=False, shape=tf.TensorShape(None))
+
+
+def _is_set(variables: Sequence[Any]) -> bool:
+    return tuple(variables[0].read_value().shape) != (0,) * 7
+
+
+def _value(variables: Sequence[Any], is_sparse: bool, shape: tuple[int, ...]) -> Any:
+    values = [variable.read_value() for variable in variables]
+    return tf.IndexedSlices(*values, tf.constant(shape, values[1].dtype)) if is_sparse else values[0]

@@ -42,27 +42,31 @@ def mismatch_error(mismatch: Mismatch) -> ValueError:
     )
 
 
-def saved_specs(
-    arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], ignored: Iterable[str] = ()
-) -> dict[str, VariableSpec]:
-    """Returns the specs of saved arrays in the order of `paths`, without names that start with one of `ignored`."""
+def find_variable_mismatch(
+    arrays: Mapping[str, np.ndarray],
+    paths: Mapping[str, str],
+    present: Mapping[str, VariableSpec],
+    ignored: Iterable[str] = (),
+) -> Mismatch | None:
+    """Returns the first variable, in the program's order, that is missing on one side or has another shape or dtype.
+
+    `arrays` are the saved values, `paths` their paths, in the order of the program that saved them. Names that start
+    with one of `ignored` are left out.
+    """
+    prefixes = tuple(ignored)
     names = [name for name in paths if name in arrays] + sorted(set(arrays) - set(paths))
-    return {
-        name: VariableSpec(tuple(arrays[name].shape), arrays[name].dtype.name, paths.get(name, ""))
-        for name in names
-        if not name.startswith(tuple(ignored))
+    saved = {
+        name: VariableSpec(tuple(arrays[name].shape), arrays[name].dtype.name, paths.get(name, "")) for name in names
     }
-
-
-def find_variable_mismatch(saved: Mapping[str, VariableSpec], present: Mapping[str, VariableSpec]) -> Mismatch | None:
-    """Returns the first variable, in the program's order, that is missing on one side or has another shape or dtype."""
     for name, spec in present.items():
+        if name.startswith(prefixes):
+            continue
         if name not in saved:
             return Mismatch(f"the variable {name!r}", "none", str(spec))
         if saved[name][:2] != spec[:2]:
             return Mismatch(f"the variable {name!r}", str(saved[name]), str(spec))
     for name, spec in saved.items():
-        if name not in present:
+        if name not in present and not name.startswith(prefixes):
             return Mismatch(f"the variable {name!r}", str(spec), "none")
     return None
 

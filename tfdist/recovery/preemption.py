@@ -1,4 +1,9 @@
-"""Handles preemption signals and requests to exit: all workers save after the same step and exit."""
+"""Handles preemption: signals and requests, after which all workers save and exit, and notices of Ray Train.
+
+Ray Train decides what follows its notice that a node will be lost: a training function that returns has finished, one
+that fails counts for `FailureConfig.max_failures`, and what still trains when the node is lost is restarted on other
+nodes, which counts for `max_preemption_failures`. So a training saves after a notice, and does not exit.
+"""
 
 import logging
 import os
@@ -11,12 +16,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tfdist.keras_internals.keras_callbacks import open_files
+from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.worker_coordination import WorkerCoordination
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 with `--signal=USR1@60`
 # A scheduler may signal every process while the supervisor forwards its own signal; both are one notice.
 _SAME_NOTICE_SECONDS = 1.0
 _STOP_STEP, _CLOSED = "stop", "closed"  # a key, and its value if training ends without a preemption
+_SECONDS_BETWEEN_QUESTIONS = 5.0  # as often as Ray Train itself asks for nodes that are drained
 _log = logging.getLogger("tfdist")
 
 
@@ -41,10 +48,8 @@ class PreemptionHandler:
     ) -> None:
         """Handles nothing until `listen`, and no signals until `install`.
 
-        Args:
-            coordination: The coordination between the workers.
-            is_in_fit: Returns whether `fit` called the frame that a signal interrupts. None: every frame counts.
-            requested: Any thread may set it, before or during the training, to make all workers exit.
+        `is_in_fit` returns whether `fit` called the frame that a signal interrupts; None: every frame counts. Any
+        thread may set `requested`, before or during the training, to make all workers exit.
         """
         self._coordination, self._is_in_fit = coordination, is_in_fit
         self._signalled = threading.Event() if requested is None else requested
@@ -58,11 +63,7 @@ class PreemptionHandler:
             threading.Thread(target=self._wait_for_proposal, name="tfdist-preemption", daemon=True).start()
 
     def install(self) -> bool:
-        """Sets the handlers.
-
-        Returns:
-            Whether the handlers are set: only the main thread can set them.
-        """
+        """Sets the handlers. Returns whether they are set: only the main thread can set them."""
         can_handle = threading.current_thread() is threading.main_thread()
         if can_handle:
             self._previous = {number: _outside_fit(number, signal.signal(number, self._handle)) for number in _SIGNALS}
@@ -150,3 +151,63 @@ def exit_process(exit_code: int, callbacks: Iterable[Any], *, is_alone: bool) ->
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+class RayTrainNotices:
+    """Asks Ray Train every few seconds, on all workers after the same step, because its answer is a barrier.
+
+    Attributes:
+        are_given: Whether this training runs in workers of Ray Train, which get notices.
+    """
+
+    def __init__(self, question: Callable[[], Any] | None, coordination: WorkerCoordination, step: int) -> None:
+        """Begins at `step`, the number of steps since the training began.
+
+        `question` is `ray.train.get_preemption_info`, which returns None or a notice, the same to all workers; None
+        where nobody gives notices. Nothing else uses `coordination`.
+        """
+        self.are_given = question is not None
+        self._question, self._is_chief = question, coordination.rank == 0
+        self._schedule = SaveSchedule(SaveInterval(seconds=_SECONDS_BETWEEN_QUESTIONS), coordination, step)
+        self._known: Any = None
+
+    @staticmethod
+    def of_this_worker(rank: int, num_workers: int, step: int) -> "RayTrainNotices":
+        """Returns the notices to this process. None are given unless Ray Train's workers are those of this training."""
+        is_in_ray_train = _ray_train_world_size() == num_workers
+        question = sys.modules["ray.train"].get_preemption_info if is_in_ray_train else None
+        return RayTrainNotices(question, WorkerCoordination(rank, num_workers), step)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to save after `step`. All workers must ask after every step, and get the same answer."""
+        if self._question is None or not self._schedule.is_due(step):
+            return False
+        self._schedule.saved()  # the schedule is that of the questions
+        notice = self._question()
+        if notice is None or notice == self._known:
+            return False
+        self._known = notice
+        if self._is_chief:
+            _log.warning("FailureRecovery saves after step %d: %s", step, _described(notice))
+        return True
+
+
+def _ray_train_world_size() -> int:
+    """Returns the number of Ray Train's workers; 0 outside of them, or if this version of Ray gives no notices."""
+    train = sys.modules.get("ray.train")  # imported in every worker of Ray Train
+    if train is None or not hasattr(train, "get_preemption_info"):
+        return 0
+    try:
+        return int(train.get_context().get_world_size())
+    except (RuntimeError, DeprecationWarning):  # not in a worker of Ray Train, or in a trial of Ray Tune
+        return 0
+
+
+def _described(notice: Any) -> str:
+    nodes, ranks = ", ".join(notice.preempted_node_ids), ", ".join(map(str, notice.preempted_ranks))
+    deadline = notice.deadline_ms
+    when = "soon" if deadline is None else f"in {max(0.0, deadline / 1000 - time.time()):.0f} s"
+    return (
+        f"Ray Train will lose the nodes {nodes}, with the ranks {ranks}, {when}. Training continues until Ray Train "
+        "restarts it on other nodes."
+    )

@@ -1,12 +1,10 @@
-"""Finds the checkpoint from which all workers resume, and resumes the data at its position."""
+"""Finds the checkpoint from which all workers resume."""
 
 import logging
 import os
 import time
 
 from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, OtherFormatError
-from tfdist.data_position.position import Position
-from tfdist.data_position.resumable_iterator import ResumableIterator
 
 _TIMEOUT_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
@@ -59,19 +57,6 @@ def open_chosen_checkpoint(store: CheckpointStore, sequence: int, rank: int) -> 
                 ) from error
         time.sleep(_PAUSE_SECONDS)
         _refresh_directory(store)
-
-
-def resume_data(
-    iterator: ResumableIterator, checkpoint: Checkpoint, rank: int, num_workers: int, *, replay: bool
-) -> None:
-    """Moves the training data to the position of the checkpoint.
-
-    An additional worker resumes at the position of rank 0. With `replay` data without a position may be drawn again
-    from its beginning.
-    """
-    position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
-    same_workers = checkpoint.num_ranks == num_workers
-    iterator.resume_at(Position.from_json(position), replay=replay, same_workers=same_workers)
 
 
 def _refresh_directory(store: CheckpointStore) -> None:

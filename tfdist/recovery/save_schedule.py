@@ -13,18 +13,13 @@ _MAX_STEPS_BETWEEN_DECISIONS = 1000
 class SaveInterval:
     """How often to save. A checkpoint is due when any of the given intervals has passed.
 
-    Attributes:
-        steps: Number of training steps (micro-steps, with gradient accumulation).
-        seconds: Seconds from the end of one save to the beginning of the next, by the chief's clock.
-        epochs: Number of epochs; the checkpoint is saved at the end of an epoch.
-
     Raises:
         ValueError: If an interval is invalid.
     """
 
-    steps: int | None = None
-    seconds: float | None = None
-    epochs: int | None = None
+    steps: int | None = None  # training steps; with gradient accumulation, micro-steps
+    seconds: float | None = None  # from the end of one save to the beginning of the next, by the chief's clock
+    epochs: int | None = None  # the checkpoint is saved at the end of an epoch
 
     def __post_init__(self) -> None:
         for name, value in (("every_steps", self.steps), ("every_epochs", self.epochs)):

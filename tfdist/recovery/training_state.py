@@ -1,6 +1,6 @@
 """The state of a training besides the data position: its counts of steps and epochs, and the shards of a checkpoint."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,16 @@ from tfdist.recovery.callback_state import (
     restore_callbacks,
     save_callbacks,
 )
-from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.random_generators import (
     check_python_and_numpy,
     python_and_numpy_state,
     restore_python_and_numpy,
 )
 from tfdist.recovery.resharding import is_replica_name, merge_ranks
+from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
 from tfdist.recovery.variable_names import NamedVariables
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_of
-from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import open_worker_tensors
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
 from tfdist.training.strategy_protocol import training_strategy
@@ -44,7 +43,7 @@ class TrainingProgress:
     (2, 2, TrainingProgress(step=2, epoch=1, next_step=0, stopped=False, requested_epochs=None))
     >>> progress.after_batch(5).step, progress.after_epoch().after_batch(1).step  # four and two steps per execution
     (6, 4)
-    >>> stopped = progress.after_epoch().finished(stopped=True, requested_epochs=5)
+    >>> stopped = replace(progress.after_epoch(), stopped=True, requested_epochs=5)
     >>> stopped.is_complete(5), stopped.is_complete(6)
     (True, False)
     """
@@ -69,18 +68,10 @@ class TrainingProgress:
         """Returns the progress at the end of the epoch."""
         return replace(self, epoch=self.epoch + 1, next_step=0)
 
-    def finished(self, *, stopped: bool, requested_epochs: int) -> "TrainingProgress":
-        """Returns the progress at the end of a training of `requested_epochs` epochs."""
-        return replace(self, stopped=stopped, requested_epochs=requested_epochs)
-
     def is_complete(self, epochs: int) -> bool:
         """Returns whether nothing remains to train of `epochs` epochs."""
         was_stopped = self.stopped and (self.requested_epochs is None or epochs <= self.requested_epochs)
         return was_stopped or self.epoch >= epochs
-
-    def resumed(self) -> "TrainingProgress":
-        """Returns the progress of a training that resumes, also of one that ended and is asked for more epochs."""
-        return replace(self, stopped=False, requested_epochs=None)
 
 
 @dataclass(frozen=True)
@@ -98,20 +89,12 @@ class TrainingState:
     """The variables of a model's training, its callbacks, and the random generators of this process."""
 
     def __init__(
-        self,
-        model: Any,
-        callbacks: Sequence[keras.callbacks.Callback],
-        element_spec: Any,
-        *,
-        timeout_seconds: float = 600.0,
+        self, model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any, *, timeout_seconds: float
     ) -> None:
-        """Creates the variables that Keras would create in the first step.
+        """Creates the variables that Keras would create in the first step, see `VariableSnapshots.build`.
 
-        Args:
-            model: A compiled model.
-            callbacks: The callbacks of `fit` without FailureRecovery.
-            element_spec: The spec of the batches, see `VariableSnapshots.build`.
-            timeout_seconds: How long to wait for workers that write or read variables on their devices.
+        `callbacks` are those of `fit` without FailureRecovery; `timeout_seconds`, how long to wait for workers that
+        write or read variables on their devices.
 
         Raises:
             ValueError: If a callback would restore the training, too.
@@ -178,7 +161,7 @@ class TrainingState:
         description = shared.metadata["description"]
         same_workers = checkpoint.num_ranks == num_workers and description["replicas"] == self._num_replicas
         rank_shard = checkpoint.read_rank(rank if same_workers else 0)
-        per_replica: Mapping[str, Any] = rank_shard.tensors
+        per_replica: dict[str, Any] = dict(rank_shard.tensors)
         if not same_workers:
             per_replica = merge_ranks(
                 [checkpoint.read_rank(saved_rank).tensors for saved_rank in range(checkpoint.num_ranks)]
@@ -187,8 +170,8 @@ class TrainingState:
             name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")
         }
         on_workers = open_worker_tensors(checkpoint, shared.metadata.get(_ON_WORKERS, {}), self._timeout_seconds)
-        variables |= {name: value for name, value in on_workers.items() if not is_replica_name(name)}
-        per_replica = {**per_replica, **{name: value for name, value in on_workers.items() if is_replica_name(name)}}
+        for name, value in on_workers.items():
+            (per_replica if is_replica_name(name) else variables)[name] = value
         callback_values, generators = rank_shard.metadata["callbacks"], rank_shard.metadata["generators"]
 
         self._variables.check(variables, per_replica, description)

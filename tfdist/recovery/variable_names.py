@@ -1,6 +1,6 @@
 """Finds the variables of a training and gives them names that the same program finds again in another process."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,8 @@ from tfdist.keras_internals.model_state import (
     ModelVariable,
     OptimizerState,
     components,
-    metric_variables_by_key,
     model_variables,
     optimizers_of,
-    path_of,
 )
 from tfdist.keras_internals.split_slot import SplitSlot
 from tfdist.recovery.compatibility import VariableSpec
@@ -84,8 +82,8 @@ class NamedVariables:
     @cached_property
     def _weights_and_slots(self) -> dict[str, NamedVariable]:
         variables = {
-            f"{variable.kind}/{variable.key}": self._named(variable.variable)
-            for variable in self._model_variables
+            key: self._named(variable.variable)
+            for key, variable in self._model_variables.items()
             if variable.kind == WEIGHT
         }
         for index, optimizer in enumerate(self.optimizers):
@@ -102,10 +100,8 @@ class NamedVariables:
     def per_replica(self) -> dict[str, NamedVariable]:
         """Variables that differ between replicas, without metrics and compression state."""
         variables = {
-            f"{variable.kind}/{variable.key}": self._named(
-                variable.variable, "first" if variable.kind == SEED else "mean"
-            )
-            for variable in self._model_variables
+            key: self._named(variable.variable, "first" if variable.kind == SEED else "mean")
+            for key, variable in self._model_variables.items()
             if variable.kind != WEIGHT
         }
         for index, optimizer in enumerate(self.optimizers):
@@ -125,7 +121,7 @@ class NamedVariables:
         """The states of the metrics and of the loss trackers."""
         return {
             f"{METRICS}{key}": self._named(variable, "total" if variable.aggregation == "sum" else "first")
-            for key, variable in metric_variables_by_key(self._model).items()
+            for key, variable in _metric_variables_by_key(self._model).items()
         }
 
     def send_split_slots(self) -> None:
@@ -135,22 +131,35 @@ class NamedVariables:
                 if isinstance(component, SplitSlot):
                     component.read_value()
 
-    def model_keys(self) -> dict[int, str]:
-        """Returns the keys of the model's variables by `id(variable)`."""
-        return {id(variable.variable): f"{variable.kind}/{variable.key}" for variable in self._model_variables}
-
     def variables_by_key(self) -> dict[str, Any]:
-        """Returns the model's variables by their keys, as `model_keys` has them."""
-        return {f"{variable.kind}/{variable.key}": variable.variable for variable in self._model_variables}
+        """Returns the model's variables by their names."""
+        return {key: variable.variable for key, variable in self._model_variables.items()}
+
+    def model_keys(self) -> dict[int, str]:
+        """Returns those names by `id(variable)`."""
+        return {id(variable): key for key, variable in self.variables_by_key().items()}
 
     @cached_property
-    def _model_variables(self) -> list[ModelVariable]:
-        return model_variables(self._model)
+    def _model_variables(self) -> dict[str, ModelVariable]:
+        return {f"{variable.kind}/{variable.key}": variable for variable in model_variables(self._model)}
 
     def _named(self, variable: Any, rule: Rule = "first") -> NamedVariable:
-        return NamedVariable(path_of(variable), components(self._strategy, variable), rule)
+        path = getattr(variable, "path", None) or variable.name.partition(":")[0]  # a `tf.Variable` has a name only
+        return NamedVariable(str(path), components(self._strategy, variable), rule)
 
 
-def variable_specs(variables: Mapping[str, NamedVariable], ignored: Iterable[str] = ()) -> dict[str, VariableSpec]:
-    """Returns the specs of `variables`, without names that start with one of `ignored`."""
-    return {name: variable.spec for name, variable in variables.items() if not name.startswith(tuple(ignored))}
+def variable_specs(variables: Mapping[str, NamedVariable]) -> dict[str, VariableSpec]:
+    """Returns the specs of `variables`."""
+    return {name: variable.spec for name, variable in variables.items()}
+
+
+def _metric_variables_by_key(model: Any) -> dict[str, Any]:
+    """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
+    variables_by_key: dict[str, Any] = {}
+    seen: set[int] = set()
+    for position, metric in enumerate(model.metrics):
+        for index, variable in enumerate(metric.variables):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                variables_by_key[f"{position}.{type(metric).__name__}/{index}"] = variable
+    return variables_by_key

@@ -13,10 +13,8 @@ from tfdist.recovery.compatibility import (
     find_optimizer_mismatch,
     find_variable_mismatch,
     mismatch_error,
-    saved_specs,
 )
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
-from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.random_generators import create_generators
 from tfdist.recovery.resharding import (
     AccumulationProgress,
@@ -25,6 +23,7 @@ from tfdist.recovery.resharding import (
     replica_name,
     reshard,
 )
+from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
 from tfdist.recovery.variable_names import (
     ACCUMULATORS,
     EXACT_WEIGHTS,
@@ -33,7 +32,6 @@ from tfdist.recovery.variable_names import (
     NamedVariables,
     variable_specs,
 )
-from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import assign_all, multiply
 from tfdist.training.strategy_protocol import training_strategy
 
@@ -76,12 +74,10 @@ class VariableSnapshots:
     """
 
     def __init__(self, model: Any, copies: HostCopies | WorkerCopies | None = None) -> None:
-        """Reads `model`. Variables that are created later are found, too.
+        """Reads a compiled model. Variables that are created later are found, too.
 
-        Args:
-            model: A compiled Keras model.
-            copies: Makes the copies when its `finish` is called. None: copies are made at once, in new memory.
-                Those that `WorkerCopies` makes on workers are not returned.
+        `copies` makes the copies when its `finish` is called. None: copies are made at once, in new memory. Those that
+        `WorkerCopies` makes on workers are not returned.
         """
         self._model = model
         self._copies = copies
@@ -96,9 +92,8 @@ class VariableSnapshots:
     def build(self, element_spec: Any = None) -> None:
         """Creates the variables that Keras would create in the first step. Call this before `check`.
 
-        Args:
-            element_spec: The spec of the batches, as `tf.data.Dataset.element_spec` or that of a distributed dataset.
-                Not needed if model, losses and metrics are built, as Keras does before training under a strategy.
+        `element_spec` is that of the plain or distributed dataset. It is not needed if model, losses and metrics are
+        built, as Keras does before training under a strategy.
 
         Raises:
             RuntimeError: If variables are missing and the shapes of a batch are not known.
@@ -107,35 +102,25 @@ class VariableSnapshots:
         if (updates := self._local_updates) is not None:
             updates.prepare(updating_optimizers(self._model))  # their variables, as the first update would
 
-    def shared(self) -> Arrays:
-        """Returns copies of what is equal on all replicas."""
-        return self._shared(NamedVariables(self._model))
-
     def per_replica(self) -> Arrays:
         """Returns copies of the values of each local replica, including metrics."""
         return self._per_replica(NamedVariables(self._model))
 
-    def description(self) -> Json:
-        """Returns what else is needed to check and restore a checkpoint, as JSON; the same on all ranks.
-
-        Its `accumulation_steps` is the number of micro-steps per update of the model's optimizer.
-        """
-        return self._description(NamedVariables(self._model))
-
     def snapshot(self) -> tuple[Arrays, Arrays, Json]:
-        """Returns `shared`, `per_replica` and `description` in one pass over the variables."""
+        """Returns copies of what is equal on all replicas, `per_replica`, and a description.
+
+        The description is what else is needed to check and restore a checkpoint, as JSON; the same on all ranks. Its
+        `accumulation_steps` is the number of micro-steps per update of the model's optimizer.
+        """
         named = NamedVariables(self._model)
-        return self._shared(named), self._per_replica(named), self._description(named)
+        shared = self._copy({name: variable.components[0] for name, variable in named.shared.items()})
+        return shared, self._per_replica(named), self._description(named)
 
     def check(self, shared: Arrays, per_replica: Arrays, description: Json) -> None:
         """Compares a checkpoint with this training, without changing a variable.
 
-        Optimizers that the first step would build (of a model with several) are built as in the checkpoint.
-
-        Args:
-            shared: The saved `shared` values.
-            per_replica: The saved `per_replica` values of this rank; of any rank if the number of replicas differs.
-            description: The saved `description`.
+        Optimizers that the first step would build (of a model with several) are built as in the checkpoint. The
+        arguments are what was saved; `per_replica` is that of any rank if the number of replicas differs.
 
         Raises:
             ValueError: If the optimizer, a variable or the compression differs; the message names the first
@@ -143,10 +128,18 @@ class VariableSnapshots:
         """
         self._build_optimizers(description)
         named = NamedVariables(self._model)
+        paths, present = description["paths"], {**named.per_replica, **named.metrics}
+        of_one_replica = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
+        # Exact weights replace what weights were rounded to, if they are saved and needed. Global generators are
+        # created and removed as the checkpoint requires.
+        accumulators = [ACCUMULATORS] if _may_lack_accumulators(named, description) else []
+        ignored = ([EXACT_WEIGHTS, *accumulators], [GENERATORS, COMPRESSION, *accumulators])
         mismatch = (
             find_optimizer_mismatch(description["optimizers"], self._description(named)["optimizers"])
-            or _find_shared_mismatch(named, shared, description)
-            or self._find_per_replica_mismatch(named, per_replica, description)
+            or _find_split_mismatch(named, shared, description)
+            or find_variable_mismatch(shared, paths, variable_specs(named.shared), ignored[0])
+            or find_variable_mismatch(of_one_replica, paths, variable_specs(present), ignored[1])
+            or self._compression(named).find_mismatch(per_replica, description.get("compressing_ways", 1))
         )
         if mismatch is not None:
             raise mismatch_error(mismatch)
@@ -170,13 +163,10 @@ class VariableSnapshots:
     def restore_per_replica(self, per_replica: Arrays, description: Json) -> None:
         """Restores the values of each replica, without the metrics.
 
-        If the replicas are those of the checkpoint, each gets its own values. Otherwise accumulators and residuals
-        keep their sums over all replicas, moving statistics become the mean (they are equal under tfdist's
-        strategies), and all seed generators resume at the state of replica 0.
-
-        Args:
-            per_replica: The values of this rank; of all ranks (`merge_ranks`) if the number of replicas differs.
-            description: The saved `description`.
+        If the replicas are those of the checkpoint, each gets its own values of this rank. Otherwise those of all ranks
+        (`merge_ranks`) are needed: accumulators and residuals keep their sums over all replicas, moving statistics
+        become the mean (they are equal under tfdist's strategies), and all seed generators resume at the state of
+        replica 0.
 
         Raises:
             ValueError: If the values of needed ranks are missing.
@@ -231,9 +221,6 @@ class VariableSnapshots:
             "paths": {name: variable.path for name, variable in variables.items()},
         }
 
-    def _shared(self, named: NamedVariables) -> Arrays:
-        return self._copy({name: variable.components[0] for name, variable in named.shared.items()})
-
     def _per_replica(self, named: NamedVariables) -> Arrays:
         first = self._first_replica
         present = {
@@ -250,19 +237,6 @@ class VariableSnapshots:
         if self._copies is None:
             copies.finish()
         return {name: array for name, array in requested.items() if array is not None}
-
-    def _find_per_replica_mismatch(
-        self, named: NamedVariables, per_replica: Arrays, description: Json
-    ) -> Mismatch | None:
-        # Global generators are created and removed as the checkpoint requires.
-        ignored = [GENERATORS, COMPRESSION]
-        if _may_lack_accumulators(named, description):
-            ignored.append(ACCUMULATORS)
-        saved = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
-        present = {**named.per_replica, **named.metrics}
-        return find_variable_mismatch(
-            saved_specs(saved, description["paths"], ignored), variable_specs(present, ignored)
-        ) or self._compression(named).find_mismatch(per_replica, description.get("compressing_ways", 1))
 
     def _assign(
         self,
@@ -319,17 +293,6 @@ def _may_lack_accumulators(named: NamedVariables, description: Json) -> bool:
     saved_steps = [described["accumulation_steps"] for described in description["optimizers"]]
     steps = [optimizer.accumulation_steps for optimizer in named.optimizers]
     return saved_steps != steps or _is_between_updates(description)
-
-
-def _find_shared_mismatch(
-    named: NamedVariables, shared: Mapping[str, np.ndarray], description: Json
-) -> Mismatch | None:
-    """Returns the first difference in what is equal on all replicas, including split sums of an unfinished update."""
-    # Exact weights replace what weights were rounded to, if they are saved and needed.
-    ignored = [EXACT_WEIGHTS, *([ACCUMULATORS] if _may_lack_accumulators(named, description) else [])]
-    return _find_split_mismatch(named, shared, description) or find_variable_mismatch(
-        saved_specs(shared, description["paths"], ignored), variable_specs(named.shared, ignored)
-    )
 
 
 def _find_split_mismatch(named: NamedVariables, shared: Collection[str], description: Json) -> Mismatch | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.collectives.key_values import key_values
 
 _counter = itertools.count()  # counts only those of several workers: the chief may have trained alone before
 
@@ -21,6 +21,24 @@ class WorkerCoordination:
     def __init__(self, rank: int, num_workers: int) -> None:
         self.rank, self.num_workers = rank, num_workers
         self._prefix = f"tfdist/recovery/{next(_counter)}" if num_workers > 1 else ""
+
+    def wait_for_chief(self, timeout_seconds: float) -> None:
+        """Waits until the chief coordinates this `fit`, too. All workers call this first.
+
+        Raises:
+            RuntimeError: If the chief does not call this, as it has no FailureRecovery.
+        """
+        if self.num_workers == 1:
+            return
+        if self.rank == 0:
+            self.set("begins", True)
+        elif not key_values.is_published(f"{self._prefix}/begins", timeout_seconds):
+            raise RuntimeError(
+                "The chief does not train with FailureRecovery. Received: FailureRecovery in the callbacks of worker "
+                f"{self.rank}, and none in those of the chief within {timeout_seconds:g} s. Expected: the same one on "
+                "all workers. Pass it to `fit` on every worker; if another callback of the chief takes so long before "
+                "training begins, raise peer_timeout_seconds."
+            )
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         """Returns the chief's `value`, any JSON. Other workers wait for it; their `value` is ignored."""

@@ -13,16 +13,16 @@ import tensorflow as tf
 
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.worker_calls import call_once, call_workers, host_of, own_task, task_of
-from tfdist.tensorflow_internals.split_value import SplitValue
+from tfdist.tensorflow_internals.placed_strategy import SplitValue
 
 
 @dataclass(frozen=True)
 class TensorSlice:
     """The elements of a tensor from `begin` to before `end` along one axis, and all elements along the others."""
 
-    axis: int  # the axis, from 0
-    begin: int  # the first position
-    end: int  # the position after the last one
+    axis: int
+    begin: int
+    end: int
 
 
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
@@ -141,9 +141,9 @@ def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
 
 def multiply(variables: Sequence[Any], factor: float) -> None:
     """Multiplies `tf.Variable`s, or the shards of split ones, where they are."""
-    for component in (
-        (component for variable in variables for component, _ in parts_of(variable)) if factor != 1.0 else ()
-    ):
+    if factor == 1.0:
+        return
+    for component in (component for variable in variables for component, _ in parts_of(variable)):
         with tf.device(component.device):
             component.assign(component.read_value() * tf.constant(factor, component.dtype))
 

@@ -19,11 +19,7 @@ _CHECKS_UNTIL_LOST = 3  # a loaded host may miss one
 
 
 def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float) -> None:
-    """Waits until all parameter servers and workers accept connections.
-
-    Raises:
-        TimeoutError: Some did not within the limit; the message names them.
-    """
+    """Waits until all parameter servers and workers accept connections; the TimeoutError names the others."""
     missing = {
         f"{job} {index}": address for job in ("ps", "worker") for index, address in enumerate(cluster.get(job, ()))
     }
@@ -49,10 +45,8 @@ def is_reachable(address: str, seconds: float = _CONNECT_SECONDS) -> bool:
 
 
 class _LongCheck:
-    """A check of an address in the background, with the time that a busy slow link needs.
-
-    Attributes:
-        result: Whether it was reachable; `None` while that is not known.
+    """A check of an address in the background, with the time that a busy slow link needs; `result` is None before its
+    end.
     """
 
     def __init__(self, address: str) -> None:
@@ -64,15 +58,9 @@ class _LongCheck:
 
 
 class ServerMonitor:
-    """Checks whether the tasks that hold variables still accept connections."""
+    """Checks whether the tasks of a job ("ps" or "worker") that hold variables still accept connections."""
 
     def __init__(self, job: str, addresses: Sequence[str]) -> None:
-        """Monitors the tasks of a job.
-
-        Args:
-            job: "ps" or "worker".
-            addresses: The "host:port" of each task.
-        """
         self._job, self._addresses = job, list(addresses)
         self._checked_at = time.monotonic()
         self._misses = [0] * len(self._addresses)
@@ -82,10 +70,7 @@ class ServerMonitor:
         """Checks the servers, at most once a second. Call this repeatedly while waiting for results.
 
         A server whose host refuses the connection is lost after three checks. One that does not answer at all may be
-        behind a link that is busy: it gets 30 s.
-
-        Raises:
-            tf.errors.UnavailableError: A server is lost.
+        behind a link that is busy: it gets 30 s. The error is an UnavailableError.
         """
         if time.monotonic() < self._checked_at + _CHECK_INTERVAL_SECONDS:
             return
@@ -109,22 +94,10 @@ class ServerMonitor:
             return self._misses[index]
         return self._misses[index] + 1
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a server that did not answer still has time."""
-        return any(check.result is None for check in self._long_checks.values())
-
     def explain(self, error: tf.errors.OpError) -> None:
-        """If servers are lost, raises an error that names them, with `error` as its cause.
-
-        Raises:
-            tf.errors.UnavailableError: A server cannot be reached.
-        """
-        if lost := self._missing():
+        """If servers are lost, raises an UnavailableError that names them, with `error` as its cause."""
+        if lost := [index for index, address in enumerate(self._addresses) if not is_reachable(address)]:
             raise self._error(lost) from error
-
-    def _missing(self) -> list[int]:
-        return [index for index, address in enumerate(self._addresses) if not is_reachable(address)]
 
     def _error(self, lost: Sequence[int]) -> tf.errors.UnavailableError:
         named = ", ".join(f"{self._job} {index} at {self._addresses[index]}" for index in lost)

@@ -17,21 +17,14 @@ _CHIEF_START_SECONDS = 3600.0  # without tfdist run, which ends its servers when
 
 
 def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
-    """Runs the server of a task; returns when the chief, once seen, cannot be reached for 10 s.
+    """Runs the server of a task, such as "worker" 0; returns when the chief, once seen, cannot be reached for 10 s.
 
-    A chief that does not answer at all, instead of refusing the connection, has 30 s: the link may be busy.
+    A chief that does not answer at all, instead of refusing the connection, has 30 s: the link may be busy. One
+    that has not been reached within an hour is a TimeoutError; under `tfdist run`, which ends its servers when the
+    chief ends, there is no limit.
 
-    SIGTERM ends the process with exit code 0. SIGUSR1 is ignored: schedulers send it to every process of a run, and the
-    chief, which saves then, needs its servers.
-
-    Args:
-        cluster: The addresses of each job.
-        job: "worker" or "ps".
-        index: The task's index in the job, from 0.
-
-    Raises:
-        TimeoutError: No chief has been reached within an hour. Under `tfdist run` there is no limit: it ends its
-            servers when the chief ends.
+    SIGTERM ends the process with exit code 0. SIGUSR1 is ignored: schedulers send it to every process of a run, and
+    the chief, which saves then, needs its servers.
     """
     if threading.current_thread() is threading.main_thread():
         # TensorFlow's server prevents an orderly exit of the interpreter.

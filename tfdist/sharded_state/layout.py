@@ -1,12 +1,12 @@
 """Which replica owns which values of which variable."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import tensorflow as tf
 
 from tfdist.collectives.buckets import fill_buckets
+from tfdist.compression.owned_parts import Span
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,6 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Span:
-    """The values `start` to `stop`, without it, of a flattened variable."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """Number of values."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class SpanLayout:
     """The parts of an optimizer's variables.
 
@@ -48,27 +35,17 @@ class SpanLayout:
         sizes: The number of values of each variable.
         units: All variables that have values, each in one unit.
         replicas: The number of replicas.
-        owners: The positions of whole variables, each with the replica that owns the variable.
+        spans_of: By the position of a variable, the span that each replica owns, by its number; empty ones have size 0.
     """
 
     sizes: tuple[int, ...]
     units: tuple[Unit, ...]
     replicas: int
-    owners: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each variable is owned by one replica."""
-        return not all(unit.is_divided for unit in self.units)
+    spans_of: Mapping[int, tuple[Span, ...]]
 
     @classmethod
     def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
-        """Distributes variables over `replicas`.
-
-        Args:
-            specs: Shapes and dtypes of the variables.
-            replicas: The number of replicas.
-            bucket_bytes: See `fill_buckets`.
+        """Distributes variables of these shapes and dtypes over `replicas`; see `fill_buckets` for `bucket_bytes`.
 
         >>> import tensorflow as tf
         >>> layout = SpanLayout.plan([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
@@ -78,67 +55,48 @@ class SpanLayout:
         ((Span(start=0, stop=0), Span(start=0, stop=3)), (Span(start=0, stop=4), Span(start=4, stop=4)))
         """
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
-        units = []
+        units, spans = [], dict.fromkeys(range(len(sizes)), (Span(0, 0),) * replicas)
         for bucket in fill_buckets(specs, bucket_bytes):
-            positions = tuple(position for position in bucket.positions if sizes[position])
-            total = sum(sizes[position] for position in positions)
-            if total:
-                units.append(Unit(positions, -(-total // replicas)))
-        return cls(sizes, tuple(units), replicas)
+            positions = tuple(position for position in bucket if sizes[position])
+            length, offset = -(-sum(sizes[position] for position in positions) // replicas), 0
+            if positions:
+                units.append(Unit(positions, length))
+            for position in positions:
+                bounds = [min(max(part * length - offset, 0), sizes[position]) for part in range(replicas + 1)]
+                spans[position] = tuple(map(Span, bounds, bounds[1:]))
+                offset += sizes[position]
+        return cls(sizes, tuple(units), replicas, spans)
 
     @classmethod
     def plan_whole(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
         """Distributes variables over `replicas`, each of them whole, so that replicas own about as many bytes.
 
-        Args:
-            specs: Shapes and dtypes of the variables.
-            replicas: The number of replicas.
-            bucket_bytes: See `fill_buckets`. A unit has as many bytes for each replica.
+        A unit has `bucket_bytes` for each replica.
 
         >>> import tensorflow as tf
         >>> specs = [tf.TensorSpec([3]), tf.TensorSpec([2, 2]), tf.TensorSpec([])]
         >>> layout = SpanLayout.plan_whole(specs, replicas=2, bucket_bytes=0)
         >>> layout.units
         (Unit(positions=(2, 1, 0), part_length=4, is_divided=False),)
-        >>> [layout.owner(position) for position in range(3)]
-        [1, 0, 1]
+        >>> [[span.size for span in layout.spans(position)] for position in range(3)]
+        [[0, 3], [4, 0], [0, 1]]
         """
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
-        loads, owners, units = [0] * replicas, {}, []
+        units, spans = [], dict.fromkeys(range(len(sizes)), (Span(0, 0),) * replicas)
+        loads = [0] * replicas  # bytes
         for bucket in fill_buckets(specs, bucket_bytes * replicas, packs_large=True):
-            positions = tuple(position for position in bucket.positions if sizes[position])
+            positions = tuple(position for position in bucket if sizes[position])
+            parts = [0] * replicas
             # The largest first, each to the replica that owns least.
-            for position in sorted(positions, key=lambda one: (-sizes[one], one)):
-                owners[position] = loads.index(min(loads))
-                loads[owners[position]] += sizes[position] * specs[position].dtype.size
-            parts = [sum(sizes[one] for one in positions if owners[one] == owner) for owner in range(replicas)]
+            for position in sorted(positions, key=lambda position: (-sizes[position], position)):
+                size, owner = sizes[position], loads.index(min(loads))
+                spans[position] = tuple(Span(0, size if replica == owner else 0) for replica in range(replicas))
+                loads[owner] += size * specs[position].dtype.size
+                parts[owner] += size
             if positions:
                 units.append(Unit(positions, max(parts), is_divided=False))
-        return cls(sizes, tuple(units), replicas, tuple(sorted(owners.items())))
-
-    def owner(self, position: int) -> int:
-        """The replica that owns all of a variable, in a layout of `plan_whole`; 0 if the variable has no values."""
-        return dict(self.owners).get(position, 0)
+        return cls(sizes, tuple(units), replicas, spans)
 
     def spans(self, position: int) -> tuple[Span, ...]:
         """The span of the variable at `position` that each replica owns, by its number; empty ones have size 0."""
-        return self._spans[position]
-
-    @cached_property
-    def _spans(self) -> dict[int, tuple[Span, ...]]:
-        nothing = (Span(0, 0),) * self.replicas
-        spans = {position: nothing for position, size in enumerate(self.sizes) if not size}
-        for position, owner in self.owners:
-            spans[position] = tuple(
-                Span(0, self.sizes[position] if replica == owner else 0) for replica in range(self.replicas)
-            )
-        for unit in self.units:
-            if not unit.is_divided:
-                continue
-            offset = 0
-            for position in unit.positions:
-                size = self.sizes[position]
-                bounds = [min(max(part * unit.part_length - offset, 0), size) for part in range(self.replicas + 1)]
-                spans[position] = tuple(Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
-                offset += size
-        return spans
+        return self.spans_of[position]

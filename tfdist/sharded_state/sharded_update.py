@@ -6,18 +6,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
-from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import all_finite
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.owned_updates import OwnedUpdate
-from tfdist.keras_internals.part_updates import PartUpdate
-from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots_of
-from tfdist.sharded_state.exchange import all_gather, own_part, reduce_scatter
+from tfdist.keras_internals.part_updates import OwnedUpdate, PartUpdate
+from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots
+from tfdist.sharded_state.exchange import PartExchange, own_part
 from tfdist.sharded_state.layout import Unit
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
-from tfdist.updates.whole_update import WholeUpdate
+from tfdist.updates.update_engine import WholeUpdate
 
 
 class ShardedUpdate(WholeUpdate):
@@ -36,27 +34,24 @@ class ShardedUpdate(WholeUpdate):
         replica_context = tf.distribute.get_replica_context()
         self._replica = int(tf.get_static_value(replica_context.replica_id_in_sync_group))
         self._reduction = sharding.reduction(self._replica - sharding.first)
-        self._replicas: Sequence[int] = sharding.replicas
+        self._replicas: list[int] = sharding.replicas
         kind = OwnedUpdate if slots.is_whole else PartUpdate
         self._parts = kind(update, slots, self._replica - sharding.first)
-        self._group: Group | None = None
+        self._exchange: PartExchange | None = None  # none in eager execution, where replicas only sum
         self.exchanges_micro_steps = self._parts.has_split_accumulators
         self.numbers: Sequence[int] = [self._parts.positions.index(position) for position in self._parts.owned]
 
     @property
     def accumulators(self) -> Sequence[tf.Variable]:
-        """See `HeldUpdate`."""
         return self._parts.accumulators if self.exchanges_micro_steps else super().accumulators
 
     def write(self, function: Callable[..., Any], *values: Sequence[Any]) -> None:
-        """See `HeldUpdate`."""
         if self.exchanges_micro_steps:
             self.each(function, self.accumulators, *values)
         else:
             super().write(function, *values)
 
     def all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """See `HeldUpdate`."""
         overflows = tf.cast(tf.logical_not(all_finite(gradients)), tf.int32)
         return tf.equal(sum_over_replicas([overflows])[0], 0)
 
@@ -90,35 +85,35 @@ class ShardedUpdate(WholeUpdate):
             return self._own(dict(zip(gradients, sum_over_replicas(list(gradients.values())), strict=True)))
         if self._reduction.policy is not None:
             return self._scatter_compressed(gradients)
-        self._group = group = self._reduction.gradient_group(list(gradients.values()))
-        sparse = {
-            position: gradient for position, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)
-        }
-        dense = {position: gradient for position, gradient in gradients.items() if position not in sparse}
+        group = self._reduction.gradient_group(list(gradients.values()))
+        self._exchange = PartExchange(self._layout, group, self._replicas, self._replica)
+        sparse, dense = {}, {}
+        for position, gradient in gradients.items():
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse[position] = gradient
+            else:
+                dense[position] = gradient
         contributes = self._context.contributes
         parts: dict[int, tf.Tensor] = {}
         for unit in self._layout.units:
             for gradients_of_dtype in _by_dtype(unit, dense):
-                own_sums = reduce_scatter(
-                    self._layout, unit, gradients_of_dtype, group, self._replicas, self._replica, contributes
-                )
-                parts.update(own_sums)
+                parts |= self._exchange.reduce_scatter(unit, gradients_of_dtype, contributes)
         sums = sum_tensors(list(sparse.values()), group, 0, contributes)
         return parts | self._own(dict(zip(sparse, sums, strict=True)))
 
     def _scatter_compressed(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
-        self._group = self._reduction.gradient_group([])
-        spans = [self._layout.spans(position) for position in gradients]
-        by_rank = tuple(tuple((of[one].start, of[one].stop) for one in self._replicas) for of in spans)
-        parts = OwnedParts(by_rank, list(self._replicas).index(self._replica))
+        group = self._reduction.gradient_group([])
+        self._exchange = PartExchange(self._layout, group, self._replicas, self._replica)
+        spans_of_variables = map(self._layout.spans, gradients)
+        spans_of_group = tuple(tuple(spans[replica] for replica in self._replicas) for spans in spans_of_variables)
+        parts = OwnedParts(spans_of_group, self._replicas.index(self._replica))
         sums = self._reduction.scatter_compressed(list(gradients.values()), parts)
-        sums_by_position = dict(zip(gradients, sums, strict=True))
-        sparse = {position: one for position, one in sums_by_position.items() if isinstance(one, tf.IndexedSlices)}
-        own_sums = {
-            position: one
-            for position, one in sums_by_position.items()
-            if position not in sparse and self._layout.spans(position)[self._replica].size
-        }
+        own_sums, sparse = {}, {}
+        for position, summed in zip(gradients, sums, strict=True):
+            if isinstance(summed, tf.IndexedSlices):
+                sparse[position] = summed
+            elif self._layout.spans(position)[self._replica].size:
+                own_sums[position] = summed
         return own_sums | self._own(sparse)
 
     def _own(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
@@ -130,8 +125,8 @@ class ShardedUpdate(WholeUpdate):
 
     def _gathered(self, unit: Unit, values: dict[int, tf.Tensor], positions: Sequence[int]) -> dict[int, tf.Tensor]:
         dtype = self._parts.sent_dtype(positions[0])
-        if self._group is not None:
-            return all_gather(self._layout, unit, values, positions, self._group, self._replicas, dtype)
+        if self._exchange is not None:
+            return self._exchange.all_gather(unit, values, positions, dtype)
         padded = []
         for position in positions:
             span, size = self._layout.spans(position)[self._replica], self._layout.sizes[position]
@@ -151,7 +146,7 @@ def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.
 
 def held_update(update: OptimizerUpdate, context: ReductionContext, compiles: bool | None) -> WholeUpdate:
     """Returns the update of an optimizer, a `ShardedUpdate` if it has split slots; see `WholeUpdate`."""
-    slots = split_slots_of(update)
+    slots = split_slots(update.optimizer)
     if slots is None:
         return WholeUpdate(update, context, compiles)
     return ShardedUpdate(update, slots, context, compiles)

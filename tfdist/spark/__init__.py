@@ -4,7 +4,7 @@ Importing this package imports PySpark, and neither Keras nor TensorFlow: the dr
 itself creates with them. Workers, and the Python processes of executors that predict, import them late.
 """
 
-from tfdist.data.arrow_import import import_library
+from tfdist.utils.optional_modules import import_library
 
 import_library("pyspark.ml", "runs estimators", "spark")
 

@@ -17,17 +17,8 @@ def names(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
 
 
-def path(value: Any) -> str:
-    """Returns the text of a path."""
-    return os.fspath(value)
-
-
 def output_types(value: Any) -> list[str]:
-    """Returns a list of types of columns.
-
-    Raises:
-        TypeError: If one does not exist.
-    """
+    """Returns a list of types of columns, all of which exist."""
     type_names = names(value)
     if not set(type_names) <= set(OUTPUT_TYPES):
         raise TypeError(f"Invalid `output_types`. Received: {type_names}. Expected: some of {list(OUTPUT_TYPES)}.")
@@ -86,5 +77,5 @@ class TrainingParams(ColumnParams):
     max_restarts = _param("max_restarts", "how often to restart all workers", TypeConverters.toInt)
     start_timeout_seconds = _param("start_timeout_seconds", "how long to wait for slots", TypeConverters.toFloat)
     checkpoint_every_steps = _param("checkpoint_every_steps", "steps between checkpoints", TypeConverters.toInt)
-    store = _param("store", "directory that the driver and all executors see", path)
+    store = _param("store", "directory that the driver and all executors see", os.fspath)
     run_id = _param("run_id", "name of the run in the store, to resume it", TypeConverters.toString)

@@ -1,5 +1,6 @@
 """KerasEstimator: an estimator of Spark ML that trains a Keras model on several workers, and the directory of a run."""
 
+import inspect
 import json
 import os
 import secrets
@@ -17,9 +18,8 @@ from tfdist.data import PartitionedData, from_parquet, from_spark
 from tfdist.launch import WorkerError, on_spark
 from tfdist.spark.estimator_params import TrainingParams
 from tfdist.spark.keras_model import KerasModel
-from tfdist.spark.object_files import load_params, save_params
-from tfdist.spark.portable_objects import ModelFile, portable, stable_text
-from tfdist.spark.spark_columns import check_columns, fingerprint, split
+from tfdist.spark.model_columns import check_columns, fingerprint, split
+from tfdist.spark.portable_objects import ModelFile, load_params, portable, save_params, stable_text
 from tfdist.spark.training_worker import MODEL_FILE, TrainingResult, TrainingTask, train_worker
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import check_whole_number
@@ -29,6 +29,11 @@ _COMPILE_ARGS = ("optimizer", "loss", "loss_weights", "metrics")
 # What a resumed run has in common with the one that it resumes; it may have more epochs and other workers.
 _SAME_IN_A_RUN = (
     "feature_cols label_cols sample_weight_col validation batch_size val_batch_size shuffle random_seed model_kwargs"
+).split()
+
+# What the task of a worker is given as it is.
+_TASK_PARAMS = (
+    "feature_cols label_cols sample_weight_col batch_size epochs shuffle verbose compression checkpoint_every_steps"
 ).split()
 
 
@@ -133,18 +138,8 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
             predict_batch_size: Rows of a batch of predictions.
         """
         super().__init__()
-        self._setDefault(
-            feature_cols=["features"],
-            label_cols=["label"],
-            batch_size=32,
-            epochs=1,
-            shuffle=True,
-            verbose=2,
-            workers=2,
-            max_restarts=0,
-            start_timeout_seconds=300.0,
-            predict_batch_size=256,
-        )
+        parameters = inspect.signature(KerasEstimator.__init__).parameters.values()
+        self._setDefault(**{each.name: each.default for each in parameters if each.default not in (None, each.empty)})
         self._set(**{name: value for name, value in self._input_kwargs.items() if value is not None})
 
     def setParams(self, **params: Any) -> "KerasEstimator":
@@ -188,18 +183,10 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
                 callbacks=self._given("callbacks") or [],
                 train=train,
                 validation=validation,
-                feature_cols=features,
-                label_cols=labels,
-                sample_weight_col=weight,
-                batch_size=self._given("batch_size"),
                 val_batch_size=self._given("val_batch_size") or self._given("batch_size"),
-                epochs=self._given("epochs"),
-                shuffle=self._given("shuffle"),
                 seed=seed,
-                verbose=self._given("verbose"),
-                compression=self._given("compression"),
-                checkpoint_every_steps=self._given("checkpoint_every_steps"),
                 directory=str(run.path),
+                **{name: self._given(name) for name in _TASK_PARAMS},
             )
             result = on_spark(
                 train_worker,
@@ -274,11 +261,7 @@ _DESCRIPTION = "run.json"
 
 
 def store_path(store: str | None) -> Path:
-    """Returns the directory of a store, created if missing.
-
-    Raises:
-        ValueError: If there is none, or it is on no file system that all hosts mount.
-    """
+    """Returns the directory of a store, created if missing."""
     path = (store or "").removeprefix("file://")
     if not path or "://" in path:
         raise ValueError(
@@ -302,25 +285,17 @@ class RunDirectory:
                 f"Invalid `run_id`. Received: run_id={run_id!r}. Expected: a name that a directory can have, without "
                 "slashes. Choose another one."
             )
-        self._run_id, self._stays = run_id, run_id is not None
+        self._run_id, self.has_name = run_id, run_id is not None
         # The prefix keeps other directories of the store from being taken for an incomplete run, and removed.
         self.path = store / f"tfdist-run-{run_id or secrets.token_hex(8)}"
-
-    @property
-    def has_name(self) -> bool:
-        """Whether the run stays in the store."""
-        return self._stays
 
     def data(self, train: Any, validation: Any, fingerprint: Callable[[], str]) -> tuple[PartitionedData, Any]:
         """Writes the rows, or finds those of the same run, and returns the data to train on and to validate with.
 
         `fingerprint` computes what a run with the same name must have in common with this one.
-
-        Raises:
-            ValueError: If the store has another run of this name.
         """
         parts = {"train": train} | ({} if validation is None else {"validation": validation})
-        description = {"fingerprint": fingerprint() if self._stays else "", "parts": sorted(parts)}
+        description = {"fingerprint": fingerprint() if self.has_name else "", "parts": sorted(parts)}
         file = self.path / _DESCRIPTION
         if file.exists():
             if json.loads(file.read_bytes()) != description:
@@ -345,5 +320,5 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Removes the directory, unless the run has a name."""
-        if not self._stays:
+        if not self.has_name:
             shutil.rmtree(self.path, ignore_errors=True)

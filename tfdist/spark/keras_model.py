@@ -13,10 +13,16 @@ from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from tfdist.spark.estimator_params import ColumnParams
-from tfdist.spark.model_tensors import combined, default_output_type, input_specs, ordered_outputs
-from tfdist.spark.object_files import load_params, read_file, save_params, write_file
-from tfdist.spark.portable_objects import loaded_model
-from tfdist.spark.spark_columns import as_array, check_columns, column
+from tfdist.spark.model_columns import (
+    as_array,
+    check_columns,
+    column,
+    combined,
+    default_output_type,
+    input_specs,
+    ordered_outputs,
+)
+from tfdist.spark.portable_objects import load_params, loaded_model, read_file, save_params, write_file
 
 _FILE = "model.keras"
 _SQL_TYPES = {"double": "double", "class": "double", "vector": "array<float>"}
@@ -104,7 +110,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
                 f"{taken} exist. Expected: new names. Set `output_cols`, or drop these columns."
             )
         kinds = self._types()
-        prediction = Prediction(
+        task = PredictionTask(
             hashlib.sha256(self._content).hexdigest(),
             self._broadcast_content(dataset.sparkSession.sparkContext),
             self._custom_objects,
@@ -115,7 +121,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
         )
         types = [self._sql_type(kind, shape) for kind, shape in zip(kinds, self._output_shapes, strict=True)]
         fields = ", ".join(f"output_{index} {kind}" for index, kind in enumerate(types))
-        predict = functions.pandas_udf(predict_function(prediction), types[0] if len(types) == 1 else fields)  # type: ignore[call-overload]
+        predict = functions.pandas_udf(predict_function(task), types[0] if len(types) == 1 else fields)  # type: ignore[call-overload]
         values = predict(*(as_array(dataset, name) for name in features))
         temporary = names[0] if len(names) == 1 else f"{self.uid}_outputs"
         result = dataset.withColumn(temporary, values)
@@ -175,7 +181,7 @@ _KEPT_MODELS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class PredictionTask:
     """What to predict."""
 
     key: str  # identifies the model
@@ -187,20 +193,20 @@ class Prediction:
     batch_size: int  # rows of a batch
 
 
-def predict_function(prediction: Prediction) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def predict_function(task: PredictionTask) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Returns the function of a pandas UDF, from batches of columns to columns of predictions."""
     import pandas as pd
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
         for columns in batches:
-            yield pd.Series(_outputs(prediction, columns)[0])
+            yield pd.Series(_outputs(task, columns)[0])
 
     def predict_several(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
         for columns in batches:
-            outputs = enumerate(_outputs(prediction, columns))
+            outputs = enumerate(_outputs(task, columns))
             yield pd.DataFrame({f"output_{index}": pd.Series(values) for index, values in outputs})
 
-    return predict if len(prediction.output_types) == 1 else predict_several
+    return predict if len(task.output_types) == 1 else predict_several
 
 
 def as_column(values: np.ndarray, output_type: str) -> Any:
@@ -225,44 +231,36 @@ def as_column(values: np.ndarray, output_type: str) -> Any:
     return list(flat.astype("float32")) if output_type == "vector" or values.ndim <= 2 else values.tolist()
 
 
-def _outputs(prediction: Prediction, columns: Any) -> list[Any]:
+def _outputs(task: PredictionTask, columns: Any) -> list[Any]:
     columns = columns if isinstance(columns, tuple) else (columns,)  # Spark does not wrap a single one
     rows = len(columns[0])
     if rows == 0:
-        return [[] for _ in prediction.output_types]
-    model = _models.get(prediction)
-    specs = input_specs(model, prediction.feature_cols).values()
-    by_name = {name: column.to_numpy() for name, column in zip(prediction.feature_cols, columns, strict=True)}
+        return [[] for _ in task.output_types]
+    model = _loaded(task)
+    specs = input_specs(model, task.feature_cols)
+    by_name = {name: column.to_numpy() for name, column in zip(task.feature_cols, columns, strict=True)}
     arrays = [spec.array([by_name[name] for name in spec.columns]) for spec in specs]
     parts = []
-    for start in range(0, rows, prediction.batch_size):
-        batch = combined([array[start : start + prediction.batch_size] for array in arrays])
-        parts.append(ordered_outputs(model.predict_on_batch(batch), prediction.label_cols))
+    for start in range(0, rows, task.batch_size):
+        batch = combined([array[start : start + task.batch_size] for array in arrays])
+        parts.append(ordered_outputs(model.predict_on_batch(batch), task.label_cols))
     outputs = [np.concatenate(values) for values in zip(*parts, strict=True)]
-    return [as_column(values, kind) for values, kind in zip(outputs, prediction.output_types, strict=True)]
+    return [as_column(values, kind) for values, kind in zip(outputs, task.output_types, strict=True)]
 
 
-class _LoadedModels:
-    """The models that this process has used last."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._models: collections.OrderedDict[str, Any] = collections.OrderedDict()
-
-    def get(self, prediction: Prediction) -> Any:
-        """Returns a model."""
-        with self._lock:
-            if prediction.key not in self._models:
-                _use_resources_of_task()
-                content = prediction.content.value
-                self._models[prediction.key] = loaded_model(content, prediction.custom_objects, compile=False)
-            self._models.move_to_end(prediction.key)
-            while len(self._models) > _KEPT_MODELS:
-                self._models.popitem(last=False)
-            return self._models[prediction.key]
+_loaded_models: collections.OrderedDict[str, Any] = collections.OrderedDict()  # those that this process has used last
+_loading = threading.Lock()
 
 
-_models = _LoadedModels()
+def _loaded(task: PredictionTask) -> Any:
+    with _loading:
+        if task.key not in _loaded_models:
+            _use_resources_of_task()
+            _loaded_models[task.key] = loaded_model(task.content.value, task.custom_objects, compile=False)
+        _loaded_models.move_to_end(task.key)
+        while len(_loaded_models) > _KEPT_MODELS:
+            _loaded_models.popitem(last=False)
+        return _loaded_models[task.key]
 
 
 def _use_resources_of_task() -> None:

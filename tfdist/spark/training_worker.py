@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.data import PartitionedData
-from tfdist.spark.model_tensors import InputSpec, combined, input_specs, ordered_outputs
+from tfdist.spark.model_columns import InputSpec, combined, input_specs, ordered_outputs
 from tfdist.spark.portable_objects import ModelFile, loaded_model, model_content, restored
 from tfdist.utils import atomic_files
 
@@ -61,7 +61,7 @@ def train_worker(task: TrainingTask) -> TrainingResult | None:
     with strategy.scope():
         model = _compiled_model(task)
         callbacks = [*(task.callbacks() if callable(task.callbacks) else task.callbacks)]
-    specs = list(input_specs(model, task.feature_cols).values())
+    specs = input_specs(model, task.feature_cols)
     outputs = _number_of_outputs(model, task.label_cols)
     recovery = FailureRecovery(
         Path(task.directory) / "checkpoints",
@@ -130,7 +130,8 @@ def _dataset(
 ) -> Any:
     labels = list(task.label_cols)
     types = {name: spec.dtype for spec in specs for name in spec.columns if spec.dtype}
-    shapes = {name: spec.shape for spec in specs for name in spec.columns if spec.shape and _is_list(data, name)}
+    is_list = {field.name: "list" in str(field.type) for field in data.schema}
+    shapes = {name: spec.shape for spec in specs for name in spec.columns if spec.shape and is_list[name]}
     dataset = data.dataset(
         batch_size,
         features={str(index): list(spec.columns) for index, spec in enumerate(specs)},
@@ -147,10 +148,6 @@ def _dataset(
         return (inputs, tuple(targets[name] for name in labels) if outputs > 1 else targets["0"], *weights)
 
     return dataset.map(elements)
-
-
-def _is_list(data: PartitionedData, name: str) -> bool:
-    return "list" in str(data.schema.field(name).type)
 
 
 def _output_shapes(content: bytes, task: TrainingTask, dataset: Any) -> list[tuple[int | None, ...]]:

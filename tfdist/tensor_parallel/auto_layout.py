@@ -7,10 +7,15 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.functional_graph import graph_of
-from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
-from tfdist.keras_internals.layer_attributes import kernel_of, output_projection_of, projections_of, table_of
-from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.layer_calls import (
+    LayerCall,
+    kernel_of,
+    output_projection_of,
+    projections_of,
+    table_of,
+)
 from tfdist.tensor_parallel.composite_layers import hidden_values_of, inner_layers_of
+from tfdist.tensor_parallel.inner_calls import InnerCalls, inner_calls
 from tfdist.tensor_parallel.sharded_layers import (
     aware_layers,
     drops_parts,
@@ -77,8 +82,8 @@ def auto_layout(model: Any, ways: int) -> Any:
             layouts |= _inner_layouts(inner, ways)
         elif _is_dense(layer) and kernel_of(layer).shape[0] % ways == 0:
             columns = _columns_before(call, makers, consumers, returned)
-            if columns and all(id(kernel_of(one)) not in layouts and _units(one) % ways == 0 for one in columns):
-                layouts |= {key: axes for one in columns for key, axes in _by_columns(one).items()}
+            if columns and all(id(kernel_of(dense)) not in layouts and _units(dense) % ways == 0 for dense in columns):
+                layouts |= _by_columns(*columns)
                 layouts[id(kernel_of(layer))] = (_AXIS, None)
     for call in once:
         layer = call.operation
@@ -104,10 +109,10 @@ def _inner_layouts(inner: InnerCalls, ways: int) -> _Layouts:
             layouts |= _words(layer, ways)
         elif _is_dense(layer) and (hidden := hidden_values_of(inner, layer)) is not None:
             both = (*hidden.columns, *hidden.rows)
-            is_new = not any(id(kernel_of(one)) in layouts for one in both) and all(map(_is_dense, both))
+            is_new = not any(id(kernel_of(dense)) in layouts for dense in both) and all(map(_is_dense, both))
             if is_new and _units(layer) % ways == 0:
-                layouts |= {key: axes for one in hidden.columns for key, axes in _by_columns(one).items()}
-                layouts |= {id(kernel_of(one)): (_AXIS, None) for one in hidden.rows}
+                layouts |= _by_columns(*hidden.columns)
+                layouts |= {id(kernel_of(dense)): (_AXIS, None) for dense in hidden.rows}
     return layouts
 
 
@@ -132,18 +137,18 @@ def _units(layer: Any) -> int:
     return int(kernel_of(layer).shape[1])
 
 
-def _by_columns(layer: Any) -> _Layouts:
-    found: _Layouts = {id(kernel_of(layer)): (None, _AXIS)}
-    return found if layer.bias is None else {**found, id(layer.bias): (_AXIS,)}
+def _by_columns(*layers: Any) -> _Layouts:
+    found: _Layouts = {id(kernel_of(layer)): (None, _AXIS) for layer in layers}
+    return found | {id(layer.bias): (_AXIS,) for layer in layers if layer.bias is not None}
 
 
 def _heads(layer: Any, ways: int) -> _Layouts:
     projections = projections_of(layer)
-    axes = {id(kernel_of(one)): 1 for one in projections}
-    if any(kernel_of(one).shape[1] % ways for one in projections) or not list(aware_layers(layer, axes)):
+    axes = {id(kernel_of(projection)): 1 for projection in projections}
+    if any(kernel_of(projection).shape[1] % ways for projection in projections) or not list(aware_layers(layer, axes)):
         return {}
-    found: _Layouts = {id(kernel_of(one)): (None, _AXIS, None) for one in projections}
-    found |= {id(one.bias): (_AXIS, None) for one in projections if one.bias is not None}
+    found: _Layouts = {id(kernel_of(projection)): (None, _AXIS, None) for projection in projections}
+    found |= {id(projection.bias): (_AXIS, None) for projection in projections if projection.bias is not None}
     kernel = kernel_of(output_projection_of(layer))
     return {**found, id(kernel): (_AXIS, *[None] * (len(kernel.shape) - 1))}
 

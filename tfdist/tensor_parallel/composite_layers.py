@@ -4,15 +4,20 @@ The code of such a layer is not known. So what its inner layers return is whole,
 but layers that take parts uses it: the hidden values between a Dense that is split by columns and one split by rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
-from tfdist.keras_internals.inner_calls import InnerCall, InnerCalls, inner_calls
-from tfdist.keras_internals.layer_attributes import is_rematerialized, kernel_of, layers_inside, output_projection_of
-from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.layer_calls import (
+    LayerCall,
+    is_rematerialized,
+    kernel_of,
+    layers_inside,
+    output_projection_of,
+)
+from tfdist.tensor_parallel.inner_calls import InnerCall, InnerCalls, inner_calls
 from tfdist.tensor_parallel.sharded_layers import (
     ELEMENTWISE,
     aware_layers,
@@ -42,18 +47,15 @@ class AwareLayers:
     @property
     def variables(self) -> set[int]:
         """The ids of their variables, without those of an activation that is a layer."""
-        inside = [one for layer in self.layers for one in layers_inside(layer)]
-        of_inside = {id(one) for layer in inside for one in layer.variables}
-        return {id(one) for layer in self.layers for one in layer.variables} - of_inside
+        inside = [nested for layer in self.layers for nested in layers_inside(layer)]
+        of_inside = {id(variable) for layer in inside for variable in layer.variables}
+        return {id(variable) for layer in self.layers for variable in layer.variables} - of_inside
 
 
 def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool) -> AwareLayers:
     """Returns the layers of a layer call that compute on parts of variables, also those inside of its layer.
 
-    Args:
-        call: A layer call of a model.
-        axes: By the id of a split variable its axis.
-        training: As in the call of a layer.
+    `axes` has by the id of a split variable its axis.
     """
     own = list(aware_layers(call.operation, axes))
     if own or not any(id(variable) in axes for variable in call.variables):
@@ -63,19 +65,19 @@ def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool)
     inner = inner_calls(call, training=training)
     if inner is None:
         return AwareLayers()
-    layers, outermost = [], list(_outermost(inner))
+    layers, outermost = [], inner_layers_of(inner)
     of_attention: list[tuple[Any, int, int | None]] = []
     for layer in outermost:
         is_known = type(layer) is not keras.layers.EinsumDense or is_dense(layer)
         if is_known and _returns_whole_values(inner, layer, axes):
-            found = [one for one in aware_layers(layer, axes) if is_attention(layer) or one is layer]
+            found = [aware for aware in aware_layers(layer, axes) if is_attention(layer) or aware is layer]
             layers += found
             of_attention += split_dropouts(layer) if found else []
-    own_dense = [one for one in outermost if is_dense(one) and any(one is known for known in layers)]
+    own_dense = [layer for layer in outermost if is_dense(layer) and any(layer is known for known in layers)]
     kept, dropouts = _kept(inner, own_dense, axes)
     if kept and kept != _kept(inner_calls(call, training=training, of_any_width=kept), own_dense, axes)[0]:
         kept, dropouts = [], []  # something depends on the width of their results
-    whole = frozenset(id(layer) for layer in outermost if not any(layer is one for one in kept))
+    whole = frozenset(id(layer) for layer in outermost if not any(layer is kept_layer for kept_layer in kept))
     return AwareLayers(layers, whole, [*of_attention, *dropouts])
 
 
@@ -83,15 +85,15 @@ def _kept(inner: InnerCalls | None, layers: list[Any], axes: Mapping[int, int]) 
     """Returns the Dense layers whose results stay split, and as in `AwareLayers` the Dropout layers that take them."""
     kept: list[Any] = []
     dropouts: list[tuple[Any, int, int | None]] = []
-    known = {id(one) for one in layers}
+    known = {id(layer) for layer in layers}
     for layer in layers:
         hidden = None if inner is None else hidden_values_of(inner, layer)
-        if hidden is None or not {id(one) for one in (*hidden.columns, *hidden.rows)} <= known:
+        if hidden is None or not {id(dense) for dense in (*hidden.columns, *hidden.rows)} <= known:
             continue
-        are_columns = all(axes.get(id(kernel_of(one))) == 1 for one in hidden.columns)
-        if are_columns and all(axes.get(id(kernel_of(one))) == 0 for one in hidden.rows):
+        are_columns = all(axes.get(id(kernel_of(dense))) == 1 for dense in hidden.columns)
+        if are_columns and all(axes.get(id(kernel_of(dense))) == 0 for dense in hidden.rows):
             kept.append(layer)
-            dropouts += [(one, -1, kernel_of(layer).shape[1]) for one in hidden.dropouts]
+            dropouts += [(passed, -1, kernel_of(layer).shape[1]) for passed in hidden.between if drops_parts(passed)]
     return kept, dropouts
 
 
@@ -100,128 +102,73 @@ def _returns_whole_values(inner: InnerCalls, layer: Any, axes: Mapping[int, int]
     if not is_attention(layer):
         return True
     kernel = kernel_of(output_projection_of(layer))
-    has_scores = any(len(one.outputs) != 1 for one in inner.calls if one.layer is layer)
+    has_scores = any(len(call.outputs) != 1 for call in inner.calls if call.layer is layer)
     return not has_scores and axes.get(id(kernel), 0) < 2
 
 
-@dataclass(frozen=True)
-class HiddenValues:
-    """Values between Dense layers that are split by columns and Dense layers split by rows, which alone use them.
+def hidden_values_of(inner: InnerCalls, layer: Any) -> "HiddenValues | None":
+    """Returns the hidden values that an inner Dense layer returns, alone or combined with those of others.
 
-    Attributes:
-        columns: The layers before; several of a gated block, whose results are multiplied.
-        rows: The layers after.
-        dropouts: The Dropout layers between.
+    Returns None if anything else uses them, if one of these layers is called several times, or if they have other
+    widths.
     """
-
-    columns: list[Any]
-    rows: list[Any]
-    dropouts: list[Any]
-
-
-def hidden_values_of(inner: InnerCalls, layer: Any) -> HiddenValues | None:
-    """Returns the hidden values that a Dense layer returns, alone or combined with those of others.
-
-    Args:
-        inner: The calls inside of a layer.
-        layer: An inner Dense layer.
-
-    Returns:
-        None if anything else uses it, if one of these layers is called several times, or if they have other widths.
-    """
-    found = combined_results(inner, layer, _passes)
+    found = combined_results(inner, layer)
     if found is None:
         return None
-    is_known = all(is_dense(one) and inner.only_call_of(one) for one in (*found.sources, *found.takers))
-    if not is_known or len({kernel_of(one).shape[1] for one in found.sources}) > 1:
+    is_known = all(is_dense(dense) and inner.only_call_of(dense) for dense in (*found.columns, *found.rows))
+    if not is_known or len({kernel_of(dense).shape[1] for dense in found.columns}) > 1:
         return None
-    if not all(_stays_split(one.activation) for one in found.sources):
-        return None
-    return HiddenValues(found.sources, found.takers, [one for one in found.passed if drops_parts(one)])
-
-
-def _stays_split(activation: Any) -> bool:
-    return activation is keras.activations.softmax or is_elementwise_function(activation)
+    activations, softmax = [dense.activation for dense in found.columns], keras.activations.softmax
+    stays_split = all(activation is softmax or is_elementwise_function(activation) for activation in activations)
+    return found if stays_split else None
 
 
 def _passes(layer: Any) -> bool:
     return is_elementwise(layer) or drops_parts(layer)
 
 
-def _outermost(inner: InnerCalls) -> Iterator[Any]:
-    """Yields the inner layers once, without those inside of attention, and those whose variables other code uses."""
-    layers = {id(one.layer): one.layer for one in inner.calls}
-    inside = {id(one) for layer in layers.values() if is_attention(layer) for one in layers_inside(layer)}
-    yield from (layer for key, layer in layers.items() if key not in inside and inner.owns_its_variables(layer))
-
-
 def inner_layers_of(inner: InnerCalls) -> list[Any]:
-    """Returns the layers inside of a layer that a layout may split, without those inside of attention."""
-    return list(_outermost(inner))
+    """Returns the layers that a layout may split: not those inside of attention, or whose variables other code uses."""
+    layers = {id(call.layer): call.layer for call in inner.calls}
+    inside = {id(nested) for layer in layers.values() if is_attention(layer) for nested in layers_inside(layer)}
+    return [layer for key, layer in layers.items() if key not in inside and inner.owns_its_variables(layer)]
 
 
-Follows = Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class CombinedResults:
-    """Results of inner layers that code combines element by element, as those of a gated block.
-
-    Attributes:
-        sources: The layers that return them; one if nothing is combined.
-        takers: The layers that take the combined values.
-        passed: The layers between, which compute element by element.
-    """
-
-    sources: list[Any]
-    takers: list[Any]
-    passed: list[Any]
-
-
-def combined_results(inner: InnerCalls, layer: Any, passes: Follows) -> CombinedResults | None:
+def combined_results(inner: InnerCalls, layer: Any) -> "HiddenValues | None":
     """Follows what an inner layer returns through layers and code that compute element by element.
 
-    Args:
-        inner: The calls inside of a layer.
-        layer: An inner layer.
-        passes: Whether a layer only passes on what it takes, element by element.
-
-    Returns:
-        None if anything else than layers and such code uses it, or nothing; or if a layer is called several times.
+    Returns None if anything else than layers and such code uses it, or nothing; or if a layer is called several times.
     """
-    search = _Search(inner, passes)
-    return search.result() if search.add_source(layer) and search.follow() else None
+    found = HiddenValues(inner)
+    return found if found.add_source(layer) and found.follow() else None
 
 
-class _Search:
-    """Which layers' results are combined element by element with those of others, and which layers take them."""
+class HiddenValues:
+    """What inner layers return and code combines element by element, as in a gated block, until other layers take it.
 
-    def __init__(self, inner: InnerCalls, passes: Follows) -> None:
-        self._inner, self._passes = inner, passes
+    Attributes:
+        columns: The layers that return it: Dense layers that are split by columns.
+        rows: The layers that take the combined values: Dense layers that are split by rows.
+        between: The layers between, which compute element by element.
+    """
+
+    def __init__(self, inner: InnerCalls) -> None:
+        self._inner = inner
         self._numbers = {operation.name: number for number, operation in enumerate(inner.operations)}
         self._returned = {tensor.ref() for tensor in inner.returned}
-        self._sources: list[Any] = []
-        self._takers: list[Any] = []
-        self._passed: list[Any] = []
+        self.columns: list[Any] = []
+        self.rows: list[Any] = []
+        self.between: list[Any] = []
         self._known: set[Any] = set()
         self._waiting: list[Any] = []
         self._operands: list[Any] = []
-
-    def result(self) -> CombinedResults:
-        """Returns what was found; each layer once."""
-        return CombinedResults(*([*{id(one): one for one in of}.values()] for of in self._lists))
-
-    @property
-    def _lists(self) -> tuple[list[Any], list[Any], list[Any]]:
-        return self._sources, self._takers, self._passed
 
     def add_source(self, layer: Any) -> bool:
         """Adds the result of a layer; False if the layer is called several times, or returns several tensors."""
         own = self._inner.only_call_of(layer)
         if own is None or len(own.outputs) != 1:
             return False
-        if not any(layer is one for one in self._sources):
-            self._sources.append(layer)
+        if _append(self.columns, layer):
             self._waiting.append(own.outputs[0])
         return True
 
@@ -238,14 +185,14 @@ class _Search:
                 operand = self._operands.pop()
                 if operand.ref() not in self._known and not self._trace_back(operand):
                     return False
-        return bool(self._takers)
+        return bool(self.rows)
 
     def _follow(self, tensor: Any) -> bool:
         if tensor.ref() in self._returned:
             return False
         for operation in tensor.consumers():
             number = self._numbers[operation.name]
-            takers = [one for one in self._inner.calls if one.input is tensor and one.first <= number < one.end]
+            takers = [call for call in self._inner.calls if call.input is tensor and call.first <= number < call.end]
             if takers:
                 self._take(min(takers, key=lambda one: one.end - one.first))
             elif operation.type == "IdentityN":  # as that of a custom gradient, which passes its arguments, too
@@ -253,22 +200,22 @@ class _Search:
                 self._waiting += [out for one, out in outputs if one is tensor]
             elif operation.type in ELEMENTWISE:
                 self._waiting += operation.outputs
-                self._operands += [one for one in operation.inputs if not _is_constant_scalar(one)]
+                self._operands += [operand for operand in operation.inputs if not _is_constant_scalar(operand)]
             else:
                 return False
         return True
 
     def _take(self, call: InnerCall) -> None:
-        if self._passes(call.layer):
-            self._passed.append(call.layer)
+        if _passes(call.layer):
+            _append(self.between, call.layer)
             self._waiting += call.outputs
         else:
-            self._takers.append(call.layer)
+            _append(self.rows, call.layer)
 
     def _trace_back(self, tensor: Any) -> bool:
         """Adds the layers from whose results a tensor was computed; False if it was not computed from such alone."""
-        maker = next((one for one in self._inner.calls if any(tensor is out for out in one.outputs)), None)
-        if maker is not None and not self._passes(maker.layer):
+        maker = next((call for call in self._inner.calls if any(tensor is out for out in call.outputs)), None)
+        if maker is not None and not _passes(maker.layer):
             return self.add_source(maker.layer)
         operation = tensor.op
         if maker is not None and maker.input is not None:
@@ -276,10 +223,17 @@ class _Search:
         elif operation.type == "IdentityN":
             self._operands.append(operation.inputs[operation.outputs.index(tensor)])
         elif operation.type in ELEMENTWISE:
-            self._operands += [one for one in operation.inputs if not _is_constant_scalar(one)]
+            self._operands += [operand for operand in operation.inputs if not _is_constant_scalar(operand)]
         else:
             return False
         return True
+
+
+def _append(layers: list[Any], layer: Any) -> bool:
+    """Adds a layer, and returns True, unless it is among them."""
+    is_new = not any(layer is known for known in layers)
+    layers += [layer] if is_new else []
+    return is_new
 
 
 def _is_constant_scalar(tensor: Any) -> bool:

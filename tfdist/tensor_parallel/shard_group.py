@@ -17,11 +17,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.pipeline.device_exchanges import gathered_from_shards, summed_over_shards
 from tfdist.pipeline.device_program import ExchangeRecord
 from tfdist.pipeline.micro_batch_loss import current_stage_loss
 from tfdist.pipeline.stage_functions import is_differentiable
-from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT
+from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT, gathered_from_shards, summed_over_shards
 from tfdist.tensor_parallel.split_variable import part_size
 
 SUM, GATHER, _SEED = "sum", "gather", "seed"
@@ -30,19 +29,13 @@ _SENDS = {SUM: summed_over_shards, GATHER: gathered_from_shards}
 
 @dataclass(frozen=True)
 class ShardExchange:
-    """What a layer exchanges in the forward or the backward pass of a micro-batch.
+    """What a layer call exchanges by a `SUM` or `GATHER` for a micro-batch.
 
-    Attributes:
-        layer: The name of the layer call.
-        kind: `SUM` or `GATHER`.
-        is_backward: Whether it is in the backward pass.
-        shape: The shape of what each device gives, in which None is the number of samples.
-        dtype: Its dtype.
+    The shape is that of what each device gives, in which None is the number of samples.
     """
 
     layer: str
     kind: str
-    is_backward: bool
     shape: tf.TensorShape
     dtype: tf.DType
 
@@ -90,11 +83,7 @@ class ShardGroup(ExchangeRecord):
     def gather(self, tensor: tf.Tensor, axis: int, size: int | None = None, *, has_samples: bool = True) -> tf.Tensor:
         """Returns the whole tensor of a split one.
 
-        Args:
-            tensor: The part.
-            axis: The split axis.
-            size: The size of the whole axis, without padding; by default there is none.
-            has_samples: False for the value of a variable.
+        `size` is that of the whole `axis`, if it is padded. The value of a variable has no samples.
         """
         if not is_differentiable(tensor):
             return _marked(self._gathered(tensor, axis, size), tensor)
@@ -177,8 +166,7 @@ class ShardGroup(ExchangeRecord):
             "variables of this layer from the layout map.",
         )
         if send is not None:
-            name = layer or self.layer
-            self.made.append(ShardExchange(name, kind, self._is_backward, tf.TensorShape(shape), received.dtype))
+            self.made.append(ShardExchange(layer or self.layer, kind, tf.TensorShape(shape), received.dtype))
         return received
 
 

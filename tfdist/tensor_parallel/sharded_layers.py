@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import set_mask
-from tfdist.keras_internals.layer_attributes import (
+from tfdist.keras_internals.layer_calls import (
     dropout_of,
     is_rematerialized,
     kernel_of,
@@ -92,13 +92,11 @@ def takes_parts(operation: Any, axis: int) -> bool:
 
 
 def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
-    """Yields the layers of a layer call that compute on parts of variables.
-
-    Args:
-        operation: The layer or operation that a model calls.
-        axes: By the id of a split variable its axis.
-    """
-    if is_attention(operation) and _is_split_by_heads(operation, axes) and not is_rematerialized(operation):
+    """Yields the layers of a layer call that compute on parts of variables; `axes` is by the id of a split one."""
+    is_split = is_attention(operation) and all(
+        axes.get(id(kernel_of(projection))) == 1 for projection in projections_of(operation)
+    )
+    if is_split and not is_rematerialized(operation):
         inner = [*projections_of(operation), output_projection_of(operation)]
         if all(map(_is_plain, inner)):
             yield from inner
@@ -119,15 +117,10 @@ def _is_plain(layer: Any) -> bool:
     return contracts and not is_changed and not is_rematerialized(layer)
 
 
-def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:
-    return all(axes.get(id(kernel_of(one))) == 1 for one in projections_of(layer))
-
-
 def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., Any]:
     """Returns what takes the place of the `call` of one of `aware_layers`."""
-    if isinstance(layer, keras.layers.Embedding):
-        return embedding_call(layer, group, axes)
-    return partial(_contracted, layer, group, axes)
+    of_embedding = _reversible if is_reversible(layer) else _looked_up
+    return partial(of_embedding if isinstance(layer, keras.layers.Embedding) else _contracted, layer, group, axes)
 
 
 @dataclass(frozen=True)
@@ -157,7 +150,6 @@ def _contracted(
     layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor, training: Any = None
 ) -> tf.Tensor:
     """Dense and EinsumDense: by columns if the split axis of the kernel is one of the outputs, by rows if not."""
-    del training
     letters, kernel = _Letters.of(layer), tf.convert_to_tensor(layer.kernel)
     assert letters is not None
     whole = dict(zip(letters.kernel, kernel_of(layer).shape, strict=True))
@@ -215,14 +207,8 @@ def dropped(
 ) -> tf.Tensor:
     """Dropout of a tensor that is split along `axis`: the part of the mask that one process would draw.
 
-    Args:
-        layer: The Dropout layer.
-        call: Its own `call`.
-        group: The group.
-        inputs: The split tensor.
-        training: As in the call of a layer.
-        axis: The split axis.
-        size: Its size on all devices together; None if they have equal parts without padding.
+    The `call` is that of the Dropout layer itself. `size` is that of the axis on all devices together; None if they
+    have equal parts without padding.
     """
     if not training or not layer.rate:
         return inputs
@@ -276,8 +262,8 @@ def _is_traced_elementwise(function: Callable[[Any], Any]) -> bool:
     except Exception:  # whatever it raises, it is not known to be elementwise
         return False
     operations = concrete.graph.get_operations()
-    constants = [one.outputs[0].shape.rank for one in operations if one.type == "Const"]
-    is_known = not concrete.captured_inputs and all(one.type in _OPERATIONS for one in operations)
+    constants = [operation.outputs[0].shape.rank for operation in operations if operation.type == "Const"]
+    is_known = not concrete.captured_inputs and all(operation.type in _OPERATIONS for operation in operations)
     return is_known and not any(constants) and concrete.outputs[0].shape.as_list() == [None, None]
 
 
@@ -292,17 +278,6 @@ def is_reversible(layer: Any) -> bool:
 def is_embedding(layer: Any) -> bool:
     """Whether a layer is an embedding that can be computed from parts."""
     return type(layer) is keras.layers.Embedding or is_reversible(layer)
-
-
-def embedding_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., tf.Tensor]:
-    """Returns what takes the place of the `call` of an embedding.
-
-    Args:
-        layer: A layer for which `is_embedding`.
-        group: Exchanges tensors.
-        axes: By the id of a split variable its axis.
-    """
-    return partial(_reversible if is_reversible(layer) else _looked_up, layer, group, axes)
 
 
 def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor) -> tf.Tensor:

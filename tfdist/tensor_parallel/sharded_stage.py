@@ -1,18 +1,17 @@
-"""A stage that several devices compute together, each with its parts of the variables."""
+"""A stage that several devices compute together, each with its parts of variables, and a table of what they send."""
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_outputs import logits_behind, replaced_losses
+from tfdist.keras_internals.compiled_loss import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
-from tfdist.keras_internals.layer_attributes import kernel_of
-from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.keras_internals.replaced_calls import replaced_calls
+from tfdist.keras_internals.layer_calls import LayerCall, kernel_of, replaced_calls
 from tfdist.pipeline.device_program import DeviceProgram
 from tfdist.pipeline.stage_functions import (
     StageFunction,
@@ -25,7 +24,7 @@ from tfdist.pipeline.stage_functions import (
 from tfdist.pipeline.stages import ModelStages, Stage
 from tfdist.pipeline.transfers import PREDICTION, record_transfer
 from tfdist.tensor_parallel.composite_layers import aware_layers_of
-from tfdist.tensor_parallel.shard_group import ShardExchange, ShardGroup
+from tfdist.tensor_parallel.shard_group import GATHER, SUM, ShardExchange, ShardGroup
 from tfdist.tensor_parallel.sharded_layers import (
     aware_call,
     dropped,
@@ -41,10 +40,12 @@ from tfdist.tensor_parallel.split_outputs import (
     SplitCrossentropy,
     SplitOutput,
     choices_of_parts,
+    describe_outputs,
     split_outputs,
     split_softmax,
 )
-from tfdist.tensor_parallel.split_variable import part_size
+from tfdist.tensor_parallel.split_variable import part_shape, part_size
+from tfdist.utils.formatting import align_columns, format_bytes
 
 
 class ShardedStageFunction(StageFunction):
@@ -56,6 +57,7 @@ class ShardedStageFunction(StageFunction):
         split: By the position among the stage's outputs, the outputs of the model that stay split.
     """
 
+    _group: ShardGroup
     recomputes = False  # `tf.gradients` of one graph for both passes gives no gradients through such functions
 
     def __init__(
@@ -68,22 +70,11 @@ class ShardedStageFunction(StageFunction):
         axes: Mapping[int, int],
         ways: int,
     ) -> None:
-        """Traces the function for arguments like `example`.
+        """Traces the function for arguments of one device like `example`; `ways` devices share the stage.
 
-        Args:
-            model: The Keras model.
-            stages: Its stages.
-            stage: This one.
-            kind: Which function is traced.
-            example: The arguments of one device.
-            axes: By the id of a split variable its axis.
-            ways: How many devices share the stage.
-
-        Raises:
-            ValueError: As `StageFunction`; or a split layer is in a condition, a loop or a rematerialized layer.
+        `axes` has by the id of a split variable its axis.
         """
         self._axes, self._ways = axes, ways
-        self._group: ShardGroup | None = None
         self._targets: list[int] = []  # outputs whose gradients the backward pass takes; that of the loss follows them
         self.exchanges: list[ShardExchange] = []
         self.split: dict[int, SplitOutput] = {}
@@ -177,7 +168,7 @@ class ShardedStageFunction(StageFunction):
         kept = {id(stage.outputs[position]) for position in self.split}
         for symbolic in (*stage.outputs, *self._stages.graph.outputs):
             if id(symbolic) in symbols and id(symbolic) not in kept:
-                self._known_group.layer = symbols[id(symbolic)]
+                self._group.layer = symbols[id(symbolic)]
                 values[id(symbolic)] = self._whole(values[id(symbolic)], symbolic)
         return values
 
@@ -200,11 +191,11 @@ class ShardedStageFunction(StageFunction):
     def _compiled_loss(self, step: Any, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
         calls: dict[int, SplitCrossentropy] = {}
         for position, output in self.split.items():
-            self._known_group.layer = f"loss {output.number}"
+            self._group.layer = f"loss {output.number}"
             for index, options in output.losses.items():
                 with_choices = output.metrics == CHOICES and position not in self._of_losses
                 size = self.stage.outputs[position].shape[-1]
-                calls[index] = SplitCrossentropy(self._known_group, size=size, **options, with_choices=with_choices)
+                calls[index] = SplitCrossentropy(self._group, size=size, **options, with_choices=with_choices)
                 self._of_losses.setdefault(position, calls[index])
         with replaced_losses(self._model, calls):
             return super()._compiled_loss(step, data, values)
@@ -216,17 +207,18 @@ class ShardedStageFunction(StageFunction):
                 of_loss, part = self._of_losses.get(position), values[id(self.stage.outputs[position])]
                 of_output = None if of_loss is None else of_loss.choices
                 if of_output is None:
-                    of_output = choices_of_parts(part, self._known_group, self.stage.outputs[position].shape[-1])
+                    of_output = choices_of_parts(part, self._group, self.stage.outputs[position].shape[-1])
                 choices.append(of_output)
         return choices
 
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
-        group = self._known_group
+        group = self._group
         group.layer = call.name
         known = aware_layers_of(call, self._axes, training=self._kind.training)
         aware = known.layers
         inputs = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
         splits = {self._split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        has_mask = any(get_mask(tensor) is not None for tensor in inputs.values())
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
         replaced |= {layer: self._dropped(layer, axis, size) for layer, axis, size in known.dropouts}
         for layer in [layer for layer in aware if id(layer) in known.whole]:
@@ -235,7 +227,7 @@ class ShardedStageFunction(StageFunction):
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
             replaced[layer] = self._dropped(layer, axis, call.inputs[0].shape[axis])
-        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(inputs):
+        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not has_mask:
             size = call.inputs[0].shape[-1]
             replaced[call.operation] = lambda x, mask=None: split_softmax(x, group, size)
         elif not _takes_parts(call, aware, splits):
@@ -246,7 +238,7 @@ class ShardedStageFunction(StageFunction):
 
     def _dropped(self, layer: Any, axis: int, size: int | None) -> Any:
         call = type(layer).call.__get__(layer)
-        return lambda x, training=False: dropped(layer, call, self._known_group, x, training, axis=axis, size=size)
+        return lambda x, training=False: dropped(layer, call, self._group, x, training, axis=axis, size=size)
 
     def _with_whole_result(self, layer: Any, call: Any) -> Any:
         """Returns the call of an inner layer, a Dense or an embedding, which gathers a split result."""
@@ -255,7 +247,7 @@ class ShardedStageFunction(StageFunction):
             result = call(*args, **kwargs)
             width = kernel_of(layer).shape[-1] if is_dense(layer) else layer.output_dim
             width = layer.input_dim if kwargs.get("reverse") else width
-            return self._known_group.gather(result, -1, width) if result.shape[-1] != width else result
+            return self._group.gather(result, -1, width) if result.shape[-1] != width else result
 
         return whole
 
@@ -267,7 +259,7 @@ class ShardedStageFunction(StageFunction):
         parts = [(variable, scope.get_current_value(variable)) for variable in split]
         for variable, part in parts:
             axis = self._axes[id(variable)]
-            whole_value = self._known_group.gather(part, axis, variable.shape[axis], has_samples=False)
+            whole_value = self._group.gather(part, axis, variable.shape[axis], has_samples=False)
             scope.add_update((variable, whole_value))
         whole = [scope.get_current_value(variable) for variable, _ in parts]
         yield
@@ -285,9 +277,9 @@ class ShardedStageFunction(StageFunction):
             return tensor
         logits = logits_behind(tensor)  # from which losses are computed, not from probabilities that may be zero
         if logits is None:
-            result = self._known_group.gather(tensor, axis, symbolic.shape[axis])
+            result = self._group.gather(tensor, axis, symbolic.shape[axis])
         else:
-            result = keras.activations.softmax(self._known_group.gather(logits, axis, symbolic.shape[axis]))
+            result = keras.activations.softmax(self._group.gather(logits, axis, symbolic.shape[axis]))
         if (mask := get_mask(tensor)) is not None:
             set_mask(result, mask)
         return result
@@ -306,11 +298,6 @@ class ShardedStageFunction(StageFunction):
         sizes = [int(variable.shape[axis]) for variable, axis in pairs if axis is not None]
         return {size: part_size(size, self._ways) * self._ways for size in sizes if size % self._ways}
 
-    @property
-    def _known_group(self) -> ShardGroup:
-        assert self._group is not None
-        return self._group
-
 
 def _takes_parts(call: LayerCall, aware: Any, splits: set[int | None]) -> bool:
     """Whether a layer call takes inputs that are split along these axes, or whole where the axis is None."""
@@ -321,10 +308,6 @@ def _takes_parts(call: LayerCall, aware: Any, splits: set[int | None]) -> bool:
     return is_elementwise(call.operation) or bool(aware) and takes_parts(call.operation, axis - ranks.pop())
 
 
-def _has_mask(tensors: Mapping[int, Any]) -> bool:
-    return any(get_mask(tensor) is not None for tensor in tensors.values())
-
-
 def _as_tensors(gradient: Any) -> Any:
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
 
@@ -332,3 +315,70 @@ def _as_tensors(gradient: Any) -> Any:
 def _as_on_tape(gradient: Any, source: tf.Tensor) -> Any:
     """Returns a gradient as a tape has it, of what `_as_tensors` has made of it."""
     return tf.IndexedSlices(*gradient, tf.shape(source)) if isinstance(gradient, tuple) else gradient
+
+
+_HEADINGS = ("layer", "variables", "sums/sample", "gathers/sample", "gathers/micro-batch")
+
+
+def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: int) -> Iterator[str]:
+    """Yields the lines of a table of the layers that exchange tensors: the bytes that each device of a stage sends.
+
+    `axes` has by the id of a split variable its axis; `ways` devices share a stage.
+    """
+    functions = [_function(model, stages, stage, axes, ways) for stage in stages.stages]
+    of_all = [exchange for function in functions for exchange in function.exchanges]
+    rows, complete = [], []
+    calls = {call.name: call for stage in stages.stages for call in stage.calls}  # a shared layer has one row
+    for call in calls.values():
+        exchanges = [exchange for exchange in of_all if exchange.layer == call.name]
+        split = {id(variable) for variable in call.variables if id(variable) in axes}
+        is_split, is_complete = bool(split), bool(split - aware_layers_of(call, axes, training=True).variables)
+        complete += [call.name] if is_complete else []
+        if exchanges:
+            kind = "complete" if is_complete else "split" if is_split else "whole"
+            sums = [exchange for exchange in exchanges if exchange.kind == SUM]
+            gathers = [exchange for exchange in exchanges if exchange.kind == GATHER]
+            fixed = [gather for gather in gathers if None not in list(gather.shape)]
+            values = [gather for gather in gathers if None in list(gather.shape)]
+            rows.append([call.name, kind, *(format_bytes(_sent(part, ways)) for part in (sums, values, fixed))])
+    number = sum(id(variable) in axes for variable in stages.variables)
+    yield f"{ways} devices share each stage: {number} of {len(stages.variables)} variables are split"
+    if rows:
+        head, *body = align_columns([_HEADINGS, *rows], left=(0, 1))
+        yield from (head, "-" * max(map(len, (head, *body))), *body)
+    if complete:
+        yield f"computed with complete variables, which are gathered for each micro-batch: {', '.join(complete)}"
+    split_by_position = functions[-1].split
+    makers = {id(tensor): call.name for call in stages.stages[-1].calls for tensor in call.outputs}
+    names = [makers[id(stages.stages[-1].outputs[position])] for position in split_by_position]
+    yield from describe_outputs(model, list(split_by_position.values()), names)
+
+
+def _sent(exchanges: list[ShardExchange], ways: int) -> int:
+    """The bytes that one device sends; of a sum 2 (k - 1) / k of its size, of a gather k - 1 times its part."""
+    total = 0.0
+    for exchange in exchanges:
+        size = math.prod(1 if length is None else length for length in exchange.shape) * exchange.dtype.size
+        total += size * (ways - 1) * (2 / ways if exchange.kind == SUM else 1)
+    return round(total)
+
+
+def _function(
+    model: Any, stages: ModelStages, stage: Stage, axes: Mapping[int, int], ways: int
+) -> ShardedStageFunction:
+    """Returns the function of a stage for a micro-batch in training, apart from its losses."""
+    scalar = tf.TensorSpec([], tf.float32)
+    example = StageInputs(
+        values=[
+            tf.TensorSpec(part_shape(variable.shape, axes.get(id(variable)), ways), variable.dtype)
+            for variable in stage.variables
+        ],
+        tensors=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in stage.inputs],
+        masks=[None] * len(stage.inputs),
+        data=None,
+        fraction=scalar,
+        is_real=scalar,
+        divisors=tf.TensorSpec([None], tf.float32),
+    )
+    kind = StageKind(training=True, has_loss=False, is_even=False)
+    return ShardedStageFunction(model, stages, stage, kind, example, axes, ways)

@@ -12,14 +12,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_loss import has_built_loss, overridden_method, overrides_compute_loss
-from tfdist.keras_internals.compiled_outputs import (
+from tfdist.keras_internals.compiled_loss import (
     crossentropy_options,
+    has_built_loss,
     is_accuracy,
     logits_behind,
     losses_of_outputs,
     metrics_of_outputs,
     note_logits,
+    overridden_method,
+    overrides_compute_loss,
 )
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.keras_symbols import set_mask
@@ -48,12 +50,7 @@ class SplitOutput:
 
 
 def split_outputs(model: Any, graph: FunctionalGraph) -> list[SplitOutput]:
-    """Returns for each output of a model what a step does with it if it is split.
-
-    Args:
-        model: The Keras model, which may be compiled.
-        graph: Its graph.
-    """
+    """Returns for each output of a model, which may be compiled, what a step does with it if it is split."""
     count = len(graph.outputs)
     losses = losses_of_outputs(model, graph.packed_outputs, count) if has_built_loss(model) else []
     of_outputs = metrics_of_outputs(model, graph.packed_outputs, count)
@@ -78,10 +75,7 @@ def split_outputs(model: Any, graph: FunctionalGraph) -> list[SplitOutput]:
 def describe_outputs(model: Any, outputs: Sequence[SplitOutput], names: Sequence[str]) -> list[str]:
     """Returns a line for each split output: what its loss and its metrics exchange.
 
-    Args:
-        model: The Keras model. Its losses are known after the first batch.
-        outputs: The split outputs.
-        names: Of each the name of the layer that returns it.
+    The losses of a model are known after the first batch. `names` are those of the layers that return the outputs.
     """
     lines, is_known = [], has_built_loss(model) or overrides_compute_loss(model)
     for output, name in zip(outputs, names, strict=True):
@@ -133,14 +127,9 @@ class SplitCrossentropy:
     ) -> None:
         """Creates the loss with the arguments of Keras' class.
 
-        Args:
-            group: Exchanges tensors.
-            size: The size of the last axis on all devices together; None if they have equal parts without padding.
-            is_sparse: Whether targets are indices.
-            from_logits: As in Keras.
-            ignore_class: As in Keras.
-            label_smoothing: As in Keras.
-            with_choices: Whether `choices` are wanted, too; they share an exchange with the largest logits.
+        The last axis has `size` elements on all devices together; None if they have equal parts without padding.
+        Targets are indices if the loss `is_sparse`. `with_choices`: `choices` are wanted, too; they share an exchange
+        with the largest logits.
         """
         self._group, self._size, self._is_sparse, self._from_logits = group, size, is_sparse, from_logits
         self._ignored, self._smoothing, self._with_choices = ignore_class, label_smoothing, with_choices

@@ -4,7 +4,7 @@ TensorFlow distributes a dataset by reading all of it on every worker. One that 
 the worker needs, and begins in the middle without reading what comes before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,6 @@ class SelectableDataset(tf.data.Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """The structure of `tf.TypeSpec`s of the batches."""
         return self._built.element_spec
 
     def _inputs(self) -> list[Any]:
@@ -77,11 +76,9 @@ class SelectableDataset(tf.data.Dataset):
         return mapped
 
     def prefetch(self, buffer_size: Any, name: Any = None) -> tf.data.Dataset:
-        """Reads ahead; see `tf.data.Dataset.prefetch`."""
         return self._then(lambda dataset: dataset.prefetch(buffer_size, name))
 
     def with_options(self, options: Any, name: Any = None) -> tf.data.Dataset:
-        """Sets options; see `tf.data.Dataset.with_options`."""
         return self._then(lambda dataset: dataset.with_options(options, name))
 
     def _then(self, transform: Callable[[tf.data.Dataset], tf.data.Dataset]) -> "SelectableDataset":
@@ -93,13 +90,6 @@ def selectable(dataset: Any) -> SelectableDataset | None:
     """Returns the dataset that a user gave, or that was distributed, if it can be built for a selection."""
     dataset = getattr(dataset, "_original_dataset", dataset)
     return dataset if isinstance(dataset, SelectableDataset) else None
-
-
-def rows_of_worker(dataset: Any, replicas_of_workers: Sequence[int], rank: int) -> SelectableDataset | None:
-    """Returns the dataset of one worker's rows of each batch; None if every worker must read all rows."""
-    if not isinstance(dataset, SelectableDataset):
-        return None
-    return dataset.select(replicas_of_workers=tuple(replicas_of_workers), rank=rank)
 
 
 def _has_state(dataset: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Launches TensorFlow's collectives on a replica, with instance keys that the graph draws."""
+"""Launches TensorFlow's collectives on a replica, with instance keys that the graph draws, or without other members."""
 
 import contextvars
 from collections.abc import Callable, Sequence
@@ -8,13 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.aborted_collectives import sum_of_group
-from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
-from tfdist.tensorflow_internals.replica_order import reject_loop_in_replica
+from tfdist.tensorflow_internals.operation_order import reject_loop_in_replica
 from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words, to_words
 from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveAllReduce, Mirrored, ResourceVariable, regroup
 from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, GroupLauncher, WorkersLauncher
-from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.tensorflow_internals.xla_functions import (
+    CannotCompileError,
+    is_compiling,
+    reject_exchange_in_compiled_function,
+)
 from tfdist.utils.temporary_values import setting, setting_attributes
 
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
@@ -166,45 +169,30 @@ class AllReduce(CollectiveAllReduce):
         self._reductions_within: list[Callable[..., Any]] = []
         group_key = self._collective_keys.get_group_key(self._devices)
         self._boundary = boundary
-        num_devices = counts[rank] if len(counts) > 1 else counts[0]
-        local = [self._launcher(group_key, num_devices, device) for device in self._devices] if num_devices > 1 else []
         if len(counts) == 1:
-            self._local = local or [self._launcher(group_key, num_devices, device) for device in self._devices]
-            self._launchers = self._local
+            self._local = self._launchers = [self._launcher(group_key, counts[0], device) for device in self._devices]
             self.reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
             return
-        self._local = local
-        if boundary is None:
-            self._reduce_by_collectives(group_key, rank, counts, reduction)
-            return
-        between = self._workers_launcher()
-        if max(counts) == 1:
+        is_alone = counts[rank] == 1
+        if boundary is None:  # with NCCL: groups of TensorFlow's collectives, whose keys are unique in the cluster
+            key = group_key + _GROUPS_OF_LEVELS
+            self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
+            between = self._launchers[0] if is_alone else self._launcher(key, len(counts), self._devices[0])
+            group_key = key + 1 + rank
+        else:
+            between = self._workers_launcher()
+        self._local = [] if is_alone else [self._launcher(group_key, counts[rank], device) for device in self._devices]
+        local: list[ReplicaLauncher | None] = [*self._local] or [None] * len(self._devices)
+        if boundary is not None and max(counts) == 1:
             self._launchers = [between]
-            self.reductions = [reduction(between, between, None, rank)]
-            return
-        arguments = (boundary, self._collective_keys)
-        self._launchers = [
-            DevicesOfWorkersLauncher(
-                *arguments, device, self._options, local[index] if local else None, counts, rank, index
-            )
-            for index, device in enumerate(self._devices)
-        ]
+        elif boundary is not None:
+            arguments = (boundary, self._collective_keys)
+            self._launchers = [
+                DevicesOfWorkersLauncher(*arguments, device, self._options, local[index], counts, rank, index)
+                for index, device in enumerate(self._devices)
+            ]
         self.reductions = [
-            reduction(launcher, None if index else between, local[index] if local else None, rank)
-            for index, launcher in enumerate(self._launchers)
-        ]
-
-    def _reduce_by_collectives(self, group_key: int, rank: int, counts: Sequence[int], reduction: Any) -> None:
-        """Creates groups of TensorFlow's collectives, for NCCL; their keys are unique in the cluster."""
-        num_devices = counts[rank]
-        self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
-        between, local = self._launchers[0], self._local
-        if num_devices > 1:
-            between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
-            local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
-            local = self._local = [self._launcher(local_key, num_devices, device) for device in self._devices]
-        self.reductions = [
-            reduction(launcher, None if index else between, local[index] if local else None, rank)
+            reduction(launcher, None if index else between, local[index], rank)
             for index, launcher in enumerate(self._launchers)
         ]
 
@@ -301,3 +289,65 @@ class AllReduce(CollectiveAllReduce):
                 tf.nest.flatten(value), mean=reduce_op == tf.distribute.ReduceOp.MEAN, options=options
             )
         return tf.nest.pack_sequence_as(value, reduced)
+
+
+class LoopbackLauncher(ReplicaLauncher):
+    """Returns, in place of what the members of a group exchange, tensors of the same shapes from this member alone.
+
+    A gather returns as many copies as there are members, an exchange as many of the first row: what N equal members
+    send to the first of them. A sum returns the tensor itself, as the members' sums are added by TensorFlow's
+    collective, whose time is not measured here; with `adds_up` it is N times the tensor.
+    """
+
+    adds_up = False
+
+    def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
+        super().__init__(group_key, group_size, keys, device, options)
+        # Read from a variable, so that TensorFlow cannot see that members are equal, and decode one of them only.
+        with tf.init_scope(), tf.device(self.host):
+            self._copies = ResourceVariable(group_size, dtype=tf.int32, trainable=False, name="copies")
+
+    def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        return tensor * tf.cast(self.size, tensor.dtype) if self.adds_up else tf.identity(tensor)
+
+    def gather(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        return self._repeated(tensor)
+
+    def exchange(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
+        return self._repeated(tensor[:1])
+
+    def _repeated(self, tensor: tf.Tensor) -> tf.Tensor:
+        times = tf.concat([[self._copies], tf.ones([tensor.shape.rank - 1], tf.int32)], axis=0)
+        repeated = tf.tile(tensor, times)
+        rows = tensor.shape[0]
+        repeated.set_shape([None if rows is None else self.size * rows, *tensor.shape[1:]])
+        return repeated
+
+    def join(self) -> None:
+        """Does nothing: there is nobody to wait for."""
+
+
+class _LoopbackAllReduce(AllReduce):
+    def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
+        return LoopbackLauncher(group_key, size, self._collective_keys, device, self._options)
+
+
+def loopback_launcher(extended: Any, members: int) -> LoopbackLauncher:
+    """Returns a launcher of a group of `members` on the first device of a strategy with this `extended`."""
+    operations = extended.replica_operations
+    device = operations.launchers[0].device
+    return LoopbackLauncher(1, members, operations._collective_keys, device, operations._options)
+
+
+def loop_back(extended: Any, members: int, reduction: Callable[..., Any]) -> None:
+    """Makes a strategy without a cluster trace, from now on, the steps of worker 0 of `members`, each with one device.
+
+    `reduction` gets `LoopbackLauncher`s; see `AllReduce`.
+    """
+    extended._cross_device_ops = _LoopbackAllReduce(extended._cross_device_ops, reduction, 0, (1,) * members)
+    extended._replicas_of_workers = (1,) * members
+
+
+def alone(extended: Any) -> AbstractContextManager[None]:
+    """Within this context the strategy has one worker: a batch that it distributes is that of the worker."""
+    return setting_attributes(extended, _replicas_of_workers=(1,))

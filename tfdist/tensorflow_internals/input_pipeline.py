@@ -7,13 +7,15 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.batch_selection import selectable
+from tfdist.tensorflow_internals.function_graphs import operations_behind
+from tfdist.tensorflow_internals.rows_per_replica import tensorflow_spec
 
 _OPS = "tensorflow.python.data.ops"
 _INPUT = "tensorflow.python.distribute.input_lib"
 
 _Shuffle = private(f"{_OPS}.shuffle_op:_ShuffleDataset", "holds the seeds of a shuffle")
 _Random = private(f"{_OPS}.random_op:_RandomDataset", "holds the seeds of random numbers")
-_Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
+DistributedDataset = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
 _auto_shard = private(
     "tensorflow.python.distribute.input_ops:auto_shard_dataset", "decides whether the files of a dataset are sharded"
 )
@@ -133,7 +135,7 @@ def constant_batch_size(dataset: tf.data.Dataset) -> int | None:
 
 def user_datasets(dataset: Any) -> list[Any]:
     """Returns the datasets as the user created them, before they were distributed."""
-    return [dataset._original_dataset] if type(dataset) is _Distributed else parts_of_dataset(dataset)
+    return [dataset._original_dataset] if type(dataset) is DistributedDataset else parts_of_dataset(dataset)
 
 
 def pipeline_nodes(datasets: Iterable[Any]) -> Iterator[Any]:
@@ -207,9 +209,16 @@ def random_operations(graph: Any) -> set[str]:
     return {node.name for node in definition.node if draws([node], frozenset())}
 
 
-def random_parts(dataset: Any) -> list[bool]:
-    """Returns which parts of the flattened elements depend on random numbers that threads draw in any order."""
-    return _random_parts(dataset, {})
+def random_parts(dataset: Any, known: dict[int, list[bool]] | None = None) -> list[bool]:
+    """Returns which parts of the flattened elements depend on random numbers that threads draw in any order.
+
+    `known` are the results for datasets of the same pipeline, by their ids.
+    """
+    known = {} if known is None else known
+    if id(dataset) not in known:
+        inputs = [random_parts(input_dataset, known) for input_dataset in dataset._inputs()]
+        known[id(dataset)] = _of_inputs(dataset, inputs)
+    return known[id(dataset)]
 
 
 def batches_may_be_arrays(dataset: Any) -> bool:
@@ -280,7 +289,7 @@ def batch_size(dataset: Any) -> int | None:
 
 def parts_of_dataset(dataset: Any) -> list[Any]:
     """Returns the datasets of this process that iterators are created over."""
-    if type(dataset) is _Distributed:
+    if type(dataset) is DistributedDataset:
         return list(dataset._cloned_datasets)
     return list(dataset._datasets) if type(dataset) is _FromFunction else [dataset]
 
@@ -309,13 +318,6 @@ def _operations_of_graph(pipeline: list[Any]) -> Iterator[Any]:
         return
 
 
-def _random_parts(node: Any, known: dict[int, list[bool]]) -> list[bool]:
-    if id(node) not in known:
-        inputs = [_random_parts(input_node, known) for input_node in node._inputs()]
-        known[id(node)] = _of_inputs(node, inputs)
-    return known[id(node)]
-
-
 def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
     parts = len(tf.nest.flatten(node.element_spec))
     drawn = [flag for flags in inputs for flag in flags]
@@ -330,17 +332,92 @@ def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
     sources = {id(tensor.op) for tensor, flag in zip(graph.inputs, drawn, strict=False) if flag}
     if is_parallel:
         sources |= {id(graph.get_operation_by_name(name)) for name in random_operations(graph)}
-    return [_depends_on(output.op, sources) for output in graph.outputs]
+    return [any(id(operation) in sources for operation in operations_behind(output.op)) for output in graph.outputs]
 
 
-def _depends_on(operation: Any, sources: set[int]) -> bool:
-    seen: set[int] = set()
-    waiting = [operation]
-    while waiting and sources:
-        current = waiting.pop()
-        if id(current) in sources:
-            return True
-        if id(current) not in seen:
-            seen.add(id(current))
-            waiting += [tensor.op for tensor in current.inputs]
-    return False
+def skip_steps(dataset: Any, steps: int) -> Any | None:
+    """Returns a dataset without the batches of the first `steps` steps, which are read but not moved to the devices.
+
+    It shares the random state of `dataset`. A distributed one skips the worker's own batches, after sharding and
+    rebatching, so it is correct for every sharding policy.
+
+    Returns:
+        The dataset; `None` for an unknown kind of dataset.
+    """
+    original = selectable(dataset)
+    unread = None if original is None else original.skipped(steps)
+    if unread is not None:
+        return distributed_alike(dataset, unread)
+    if isinstance(dataset, tf.data.Dataset):
+        return dataset.skip(steps)
+    if type(dataset) not in (DistributedDataset, _FromFunction):
+        return None
+    workers = dataset._input_workers
+    parts = []
+    for index, part in enumerate(parts_of_dataset(dataset)):
+        with tf.device(part._variant_tensor.device):
+            parts.append(part.skip(steps * len(workers.compute_devices_for_worker(index))))
+    spec = tensorflow_spec(dataset._element_spec)
+    arguments = {"components": parts, "element_spec": spec, "options": dataset._options}
+    arguments["replica_order"] = dataset._replica_order
+    if type(dataset) is DistributedDataset:
+        arguments["enable_get_next_as_optional"] = dataset._enable_get_next_as_optional
+    return _as_traced(type(dataset)(workers, dataset._strategy, **arguments), dataset)
+
+
+def distribute_shown_batches(
+    dataset: Any, shown: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, replicas: int, options: Any
+) -> Any:
+    """Returns the distributed dataset of `dataset`, divided as TensorFlow does; its batches are drawn from `shown`."""
+    distributed = DistributedDataset(
+        workers,
+        strategy,
+        dataset,
+        num_replicas_in_sync=replicas,
+        input_context=input_context,
+        build=False,
+        options=options,
+    )
+    by_size = distributed._make_rebatch_fn
+    distributed._make_rebatch_fn = lambda _, *args: by_size(dataset, *args)
+    distributed.build(shown)
+    del distributed._make_rebatch_fn
+    return distributed
+
+
+def distributed_alike(dataset: Any, batches: tf.data.Dataset) -> Any:
+    """Returns other batches, distributed as `dataset` is; `batches` themselves if it is not distributed."""
+    if isinstance(dataset, tf.data.Dataset):
+        return batches
+    return _as_traced(dataset._strategy.experimental_distribute_dataset(batches, dataset._options), dataset)
+
+
+def _as_traced(distributed: Any, dataset: Any) -> Any:
+    """Returns a distributed dataset with what Keras' step was traced with for another one.
+
+    The step uses the cardinality only to know whether the data ends.
+    """
+    distributed._cardinality = dataset._cardinality
+    distributed._enable_get_next_as_optional = dataset._enable_get_next_as_optional
+    distributed._element_spec = dataset._element_spec
+    return distributed
+
+
+def batch_types(dataset: Any) -> Any:
+    """Returns the types of a distributed dataset's batches, with the sizes that `element_spec` drops."""
+    return dataset._element_spec
+
+
+def asks_for_the_end(dataset: Any) -> bool:
+    """Whether the iterators of a distributed dataset ask all workers for the end of the data."""
+    return bool(dataset._enable_get_next_as_optional)
+
+
+def num_own_replicas(dataset: Any) -> int:
+    """Returns the number of replicas of this worker that draw batches of a distributed dataset."""
+    return len(dataset._input_workers.compute_devices_for_worker(0))
+
+
+def type_of_first_part(spec: Any) -> Any:
+    """Returns the type of the first replica's part, for the type of a distributed batch; others are returned as is."""
+    return getattr(spec, "_value_specs", [spec])[0]

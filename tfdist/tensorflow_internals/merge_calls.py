@@ -23,11 +23,6 @@ _reduces_in_replicas = private(
     "whether a replica reduces without a merge call",
 )
 
-private(
-    "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call",
-    "runs the other replicas before it returns",
-)
-
 Branch = Callable[[], object]
 
 

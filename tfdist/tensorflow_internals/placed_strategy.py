@@ -1,4 +1,4 @@
-"""The part of a strategy whose variables are on several devices, one copy each."""
+"""The part of a strategy whose variables are on several devices: one copy each, copies in columns, or in parts."""
 
 import contextlib
 import functools
@@ -87,9 +87,7 @@ class PlacedExtended(OneDeviceExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        shards = [
-            getattr(variable, "shards", ()) for variable in (var, *args)
-        ]  # of split variables, such as averages of weights
+        shards = [getattr(variable, "shards", ()) for variable in (var, *args)]  # of split variables, as their averages
         if shards[0] and len({len(parts) for parts in shards}) == 1:
             return [
                 self._update(part, fn, other_parts, kwargs, group) for part, *other_parts in zip(*shards, strict=True)
@@ -134,18 +132,6 @@ class ColumnVariable(ResourceVariable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.array(self.numpy(), dtype) if copy else np.asarray(self.numpy(), dtype)
 
-    def assign(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied(super().assign(*args, **kwargs))
-
-    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied(super().assign_add(*args, **kwargs))
-
-    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-        return self._copied(super().assign_sub(*args, **kwargs))
-
-    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
-        return self._copied(super()._restore_from_tensors(restored_tensors))
-
     def _copied(self, result: Any) -> Any:
         if ColumnVariable.follows and self.copies:
             value = self.read_value()
@@ -182,8 +168,10 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     return assign
 
 
-# The methods that assign rows, as optimizers do in the training loops of users.
-for _name in [name for name in dir(ResourceVariable) if name.startswith(("scatter_", "batch_scatter_"))]:
+_ASSIGNMENTS = ("assign", "assign_add", "assign_sub", "_restore_from_tensors")
+# Some assign rows, as optimizers do in the training loops of users.
+_OF_ROWS = [name for name in dir(ResourceVariable) if name.startswith(("scatter_", "batch_scatter_"))]
+for _name in (*_ASSIGNMENTS, *_OF_ROWS):
     setattr(ColumnVariable, _name, _followed(getattr(ResourceVariable, _name)))
 
 
@@ -218,3 +206,100 @@ def variable_like(variable: Any, device: str, value: tf.Tensor | None = None) ->
 def placed_devices(strategy: Any) -> tuple[str, ...]:
     """Returns the devices of the variables of a strategy, of all columns; none if it does not place them itself."""
     return strategy.extended.all_devices if isinstance(strategy.extended, PlacedExtended) else ()
+
+
+class SplitValue:
+    """Complete for whoever reads, saves or assigns it. A subclass makes the parts, and knows how they are joined.
+
+    Attributes:
+        shards: The parts of the first group of devices, then, in the same order, the equal ones of further groups.
+        axis: The axis along which the value is split.
+        shape: The shape of the complete value.
+    """
+
+    shards: tuple[ColumnVariable, ...] = ()
+
+    def __init__(self, whole: Any, axis: int) -> None:
+        """Has the identity of `whole`, a `tf.Variable` or what has its attributes."""
+        self.axis, self.shape, self.dtype = axis, whole.shape, whole.dtype
+        self.name, self.trainable = whole.name, whole.trainable
+        self.aggregation, self.synchronization = whole.aggregation, whole.synchronization
+        self._shared_name = whole._shared_name  # under which `tf.train.Checkpoint` knows it
+        self._unique_id = whole._unique_id
+
+    @property
+    def device(self) -> str:
+        return str(self.shards[0].device)
+
+    @property
+    def in_columns(self) -> tuple[ColumnVariable, ...]:
+        """By column, its part."""
+        return self.shards
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Returns where the part `shards[index]` begins and ends along the axis, without what it is padded by."""
+        raise NotImplementedError
+
+    def parts(self) -> Sequence[tuple[Any, Any, ColumnVariable]]:
+        """Returns the parts of the first group, each with its place in an array of the complete value.
+
+        Returns:
+            By part the place, the place of these values in the part, and the part.
+        """
+        raise NotImplementedError
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the complete value, on the device of the first part."""
+        raise NotImplementedError
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> "SplitValue":
+        raise NotImplementedError
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> "SplitValue":
+        return self.assign(self.read_value() + tf.cast(value, self.dtype), *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> "SplitValue":
+        return self.assign(self.read_value() - tf.cast(value, self.dtype), *args, **kwargs)
+
+    def value(self) -> tf.Tensor:
+        return self.read_value()
+
+    def numpy(self) -> np.ndarray:
+        return np.concatenate([shard.numpy()[place] for _, place, shard in self.parts()], self.axis)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self.numpy(), dtype)
+
+    # What Keras' variables call on what holds their value; other operators convert it to a tensor.
+    def __getitem__(self, index: Any) -> tf.Tensor:
+        return self.read_value()[index]
+
+    def __neg__(self) -> tf.Tensor:
+        return -self.read_value()
+
+    def __abs__(self) -> tf.Tensor:
+        return abs(self.read_value())
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {"VARIABLE_VALUE": self.read_value()}
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise ValueError(
+            f"A model with split variables cannot be exported. Received: `export` of a model with {self.name!r}. "
+            "Expected: complete variables. Save the model by `model.save`, and export what `keras.models.load_model` "
+            "returns outside of the strategy's scope."
+        )
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        return self.assign(restored_tensors["VARIABLE_VALUE"])
+
+
+def _to_tensor(variable: SplitValue, dtype: Any = None, name: Any = None, as_ref: bool = False) -> tf.Tensor:
+    del name, as_ref
+    value = variable.read_value()
+    return value if dtype is None else tf.cast(value, dtype)
+
+
+tf.register_tensor_conversion_function(SplitValue, _to_tensor)

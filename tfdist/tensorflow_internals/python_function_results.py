@@ -15,10 +15,7 @@ from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.utils.reused_memory import ReusedMemory
 
-_REGISTRY = "tensorflow.python.ops.script_ops:FuncRegistry"
-
-_Registry = private(_REGISTRY, "calls the Python functions of a graph")
-private(f"{_REGISTRY}.__call__", "passes their results on without a copy")
+_Registry = private("tensorflow.python.ops.script_ops:FuncRegistry", "calls the Python functions of a graph")
 
 _MEMORY = ReusedMemory()
 _COPIED_TYPES = frozenset(

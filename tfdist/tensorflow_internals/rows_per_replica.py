@@ -34,12 +34,8 @@ _INPUT = "tensorflow.python.distribute.input_lib"
 _PerReplica = private("tensorflow.python.distribute.values:PerReplica", "holds the parts of a batch")
 _PerReplicaSpec = private("tensorflow.python.distribute.values:PerReplicaSpec", "the type of such a value")
 _Iterator = private(f"{_INPUT}:DistributedIteratorBase", "draws the batches of the replicas")
-private(f"{_INPUT}:_calculate_replicas_with_values", "lets all workers agree whether the data has ended")
 _values_or_none = private(f"{_INPUT}:_get_value_or_dummy", "gives a replica without data a batch without rows")
 _input_lib = private("tensorflow.python.distribute:input_lib", "likewise, as its iterators call it")
-private(
-    f"{_INPUT}:DistributedIteratorBase._get_next_no_partial_batch_handling", "raises the error at the end of the data"
-)
 
 
 class RowsPerReplica(_PerReplica):  # type: ignore[misc, valid-type]
@@ -62,12 +58,10 @@ class RowsPerReplica(_PerReplica):  # type: ignore[misc, valid-type]
 
     @property
     def total(self) -> int | tf.Tensor:
-        """The number of samples of all replicas of all workers."""
         return self._total if self._counts is None else self._counts[-1]
 
     @property
     def samples(self) -> tuple[int | tf.Tensor, ...]:
-        """The numbers of samples of the local replicas."""
         if self._counts is None:
             return tuple(value.shape[0] for value in self.values)
         return tuple(self._counts[replica] for replica in range(len(self.values)))

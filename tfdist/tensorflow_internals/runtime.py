@@ -1,10 +1,11 @@
 """TensorFlow's runtime in this process: server, global seed and generator, autograph."""
 
-import faulthandler
 import functools
+import queue
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
@@ -25,12 +26,6 @@ _autograph = private(
 
 _GraphStack = private(
     "tensorflow.python.framework.ops:_DefaultGraphStack", "holds the default graph, and the scope in it"
-)
-private("tensorflow.python.framework.ops:_DefaultGraphStack.reset", "is left out within a scope")
-
-private(
-    "tensorflow.python.eager.context:Context.configure_coordination_service",
-    "takes a worker that was silent for 10 s for lost, also while a slow link is busy",
 )
 
 
@@ -83,24 +78,6 @@ def tensorflow_has_started() -> bool:
 
 
 @contextmanager
-def exit_on_timeout(seconds: float) -> Iterator[None]:
-    """Ends this process, with a traceback, if the body takes longer than `seconds`.
-
-    TensorFlow's start waits for its peers indefinitely, in C++ with Python's lock held: no other thread and no signal
-    handler can run meanwhile. The timer of `faulthandler` needs neither.
-    """
-    try:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
-    except (AttributeError, ValueError, OSError):  # standard error has no file descriptor: a notebook
-        yield
-        return
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
 def silence_limit(seconds: float) -> Iterator[None]:
     """Within this context a strategy that starts TensorFlow's coordination service lets workers be silent so long.
 
@@ -137,3 +114,60 @@ def global_seed_for_functions(seed: int) -> AbstractContextManager[None]:
 def global_generator() -> Any:
     """Returns the global `tf.random.Generator`; `None` if nothing has requested it yet."""
     return _random_ops.global_generator
+
+
+def is_read_by_user() -> bool:
+    """Whether the caller's property is being read by a user's code.
+
+    TensorFlow's strategies, Keras and tfdist read the number of replicas, too.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("tensorflow.python.distribute."):
+            return module.partition(".")[0] not in ("keras", "tensorflow", "tfdist")
+        frame = frame.f_back
+    return False
+
+
+class ClusterKeyValues:
+    """The key-value store of TensorFlow's cluster."""
+
+    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
+        """Gives all workers a value under a new key, also where only one of them needs it."""
+        context().set_config_key_value(key, value)
+
+    def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
+        """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`."""
+        ended: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                ended.put(str(context().get_config_key_value(key)))
+            except BaseException as error:
+                ended.put(error)
+
+        threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
+        try:
+            value = ended.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def propose(self, key: str, value: str) -> str:
+        """Gives all workers a value under a key unless a worker has done so before; returns what is there."""
+        with suppress(tf.errors.AlreadyExistsError):
+            self.publish(key, value)
+        return str(self.wait_for(key))
+
+    def take(self, key: str) -> str:
+        """Waits for the value under a key, and removes it."""
+        value = str(self.wait_for(key))
+        self.withdraw(key)
+        return value
+
+    def withdraw(self, key: str) -> None:
+        """Removes what was published under a key."""
+        context().delete_config_key_value(key)

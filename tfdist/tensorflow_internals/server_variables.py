@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     ParameterServerExtended,
     ResourceVariable,
@@ -31,14 +32,8 @@ class _BalancedExtended(ParameterServerExtended):
 
     # With one replica there is nothing to merge, and a merge call is not possible within a condition, such as that of
     # an update that is skipped after an overflow.
-
-    def _use_merge_call(self) -> bool:
-        return False
-
-    def _replica_ctx_update(
-        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
-    ) -> Any:
-        return self._update(var, fn, args, kwargs or {}, group)
+    _use_merge_call = PlacedExtended._use_merge_call
+    _replica_ctx_update = PlacedExtended._replica_ctx_update
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         partitioner = None if self.keeps_whole() else self._variable_partitioner

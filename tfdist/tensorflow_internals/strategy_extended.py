@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
-from tfdist.tensorflow_internals.distributed_datasets import distribute_shown_batches, distribute_worker_batches
-from tfdist.tensorflow_internals.replica_order import OrdersReplicas
+from tfdist.tensorflow_internals.input_pipeline import DistributedDataset, distribute_shown_batches
+from tfdist.tensorflow_internals.operation_order import OrdersReplicas
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
@@ -218,14 +218,22 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         return regroup([value_fn(context) for context in contexts], always_wrap=True)
 
     def distribute_worker_batches(self, dataset: Any, batches: Any, shards_files: bool, options: Any) -> Any:
-        """Returns the distributed dataset of a worker's batches; see `distributed_datasets`."""
+        """Returns the distributed dataset of `batches`, which one worker's replicas draw in turn.
+
+        `dataset` is that of global batches. With `shards_files` TensorFlow shards `batches` over the workers.
+        """
         workers = self._input_workers_with_options(options)
         alone = tf.distribute.InputContext(1, 0, self._num_replicas_in_sync)
         context = self._make_input_context() if shards_files else alone
-        return distribute_worker_batches(dataset, batches, self._container_strategy(), context, workers, options)
+        distributed = DistributedDataset(
+            workers, self._container_strategy(), batches, input_context=context, options=options
+        )
+        distributed._original_dataset = dataset
+        distributed._cardinality = int(dataset.cardinality())
+        return distributed
 
     def distribute_shown_batches(self, dataset: Any, shown: Any, options: Any) -> Any:
-        """Returns the distributed dataset whose batches are drawn from `shown`; see `distributed_datasets`."""
+        """Returns the distributed dataset whose batches are drawn from `shown`."""
         workers = self._input_workers_with_options(options)
         context, strategy = self._make_input_context(), self._container_strategy()
         return distribute_shown_batches(dataset, shown, strategy, context, workers, self._num_replicas_in_sync, options)
@@ -239,6 +247,7 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         return tf.nest.map_structure(lambda v: reduce_one(reduce_op, v, destinations, options), value)
 
     def _reduce_by_worker(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        """Reduces the values of this worker's replicas, or one of the worker, which then counts once."""
         if isinstance(value, Mirrored):
             if reduce_op == tf.distribute.ReduceOp.MEAN:
                 return value
@@ -246,12 +255,19 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
                 "A variable or another value that is equal on all replicas cannot be summed. Received: "
                 f"reduce_op={reduce_op} and {value}. Expected: values of replicas, or the mean."
             )
-        options = self._communication_options.merge(options)
-        return reduce_by_worker(reduce_op, value, destinations, self._host_cross_device_ops, options)
+        workers, options = self._host_cross_device_ops, self._communication_options.merge(options)
+        total = _sum_over_workers(value, workers, options)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            count = _sum_over_workers(tf.constant(len(_values(value)), tf.int32), workers, options)
+            total = _divided(total, count)
+        return simple_broadcast(total, destinations)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
         if self._workers_are_unequal:
-            return gather_by_worker(value, destinations, axis, self._host_cross_device_ops, options)
+            workers, values = self._host_cross_device_ops, _values(value)
+            with tf.device(workers.host):
+                worker_values = tf.concat(values, axis) if len(values) > 1 else tf.identity(values[0])
+            return simple_broadcast(_only(workers._gather(worker_values, workers.host, axis, options)), destinations)
         base = MirroredExtended if self._num_workers == 1 else CollectiveAllReduceExtended
         return base._gather_to_implementation(self, value, destinations, axis, options)
 
@@ -266,7 +282,6 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
         return int(self._num_workers)
 
     @property
@@ -275,42 +290,12 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         return int(self._id_in_cluster)
 
 
-class _SharedResult(Mirrored):
-    """Values that are equal on all replicas after a synchronization. (A variable is `Mirrored`, too.)"""
-
-
-def equal_on_all_replicas(values: list[Any]) -> Any:
-    """Wraps the local replicas' `values`, which are equal on all replicas."""
-    return _SharedResult(values)
-
-
-def is_equal_on_all_replicas(value: Any) -> bool:
-    """Whether `value` was wrapped by `equal_on_all_replicas`."""
-    return isinstance(value, _SharedResult)
-
-
-def reduce_by_worker(reduce_op: Any, value: Any, destinations: Any, workers: Any, options: Any) -> Any:
-    """Returns the sum or mean of the values of all workers, on `destinations`.
-
-    The value is that of this worker's replicas, or one of the worker, which then counts once. `workers` is the
-    `AllReduce` of one group of all workers, on their hosts.
-    """
-    total = _sum_over_workers(value, workers, options)
-    if reduce_op == tf.distribute.ReduceOp.MEAN:
-        count = _sum_over_workers(tf.constant(len(_values(value)), tf.int32), workers, options)
-        total = _divided(total, count)
-    return simple_broadcast(total, destinations)
-
-
-def gather_by_worker(value: Any, destinations: Any, axis: int, workers: Any, options: Any) -> Any:
-    """Returns the values of all workers, concatenated in the order of the replicas; see `reduce_by_worker`."""
-    values = _values(value)
-    with tf.device(workers.host):
-        worker_values = tf.concat(values, axis) if len(values) > 1 else tf.identity(values[0])
-    return simple_broadcast(_only(workers._gather(worker_values, workers.host, axis, options)), destinations)
+class EqualOnAllReplicas(Mirrored):
+    """The local replicas' values, equal on all replicas after a synchronization. (A variable is `Mirrored`, too.)"""
 
 
 def _sum_over_workers(value: Any, workers: Any, options: Any) -> Any:
+    """`workers` is the `AllReduce` of one group of all workers, on their hosts."""
     total = value
     if isinstance(value, tf.distribute.DistributedValues):
         to_host = tf.distribute.ReductionToOneDevice()

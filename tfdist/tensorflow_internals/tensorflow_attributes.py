@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private, private_attributes
+from tfdist.tensorflow_internals.cluster_coordinator import CoordinatorQueue
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveReplicaLauncher,
@@ -20,27 +21,7 @@ _DISTRIBUTE = "tensorflow.python.distribute"
 _INPUT = f"{_DISTRIBUTE}.input_lib"
 _COORDINATOR = f"{_DISTRIBUTE}.coordinator"
 
-# On the classes, though they are read through instances.
-for _path, _why in {
-    "tensorflow:data.Dataset._inputs": "the datasets that a dataset reads",
-    "tensorflow:data.Dataset._functions": "the functions that a dataset calls",
-    f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV2._container_strategy": "the strategy of this implementation",
-    f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV1._in_multi_worker_mode": "whether workers agree on an end",
-    f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_strategy": (
-        "joins TensorFlow's cluster"
-    ),
-    f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local": (
-        "creates the devices of a process without a cluster"
-    ),
-    f"{_DISTRIBUTE}.values:PerReplica._type_spec": "the type of a batch, which counts are added to",
-    f"{_DISTRIBUTE}.values:PerReplicaSpec._to_components": "the tensors of a batch, which counts are added to",
-}.items():
-    private(_path, _why)
 _RemoteValue = private(f"{_COORDINATOR}.values:RemoteValueImpl", "the result of a scheduled function")
-_Queue = private(
-    f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
-    "gives scheduled functions to the threads of workers",
-)
 _PerReplica = private(f"{_DISTRIBUTE}.values:PerReplica", "holds the parts of a batch")
 
 
@@ -64,10 +45,6 @@ def _dataset() -> tf.data.Dataset:
 
 def _distributed() -> Any:
     return _mirrored().experimental_distribute_dataset(_dataset())
-
-
-def _from_function() -> Any:
-    return _mirrored().distribute_datasets_from_function(lambda _: _dataset())
 
 
 private_attributes(
@@ -155,7 +132,7 @@ private_attributes(
             "as for DistributedDataset",
         ),
     },
-    _from_function,
+    lambda: _mirrored().distribute_datasets_from_function(lambda _: _dataset()),
 )
 private_attributes(
     f"{_INPUT}:DistributedIterator()",
@@ -244,7 +221,7 @@ private_attributes(
         "_should_process_closures": "whether the coordinator ends",
         "_tagged_queue": "the functions of one worker",
     },
-    _Queue,
+    CoordinatorQueue,
 )
 # Of a cluster: only a test creates one.
 private_attributes(

@@ -5,10 +5,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.sent_dtypes import as_values
 from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveReplicaLauncher
-from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.tensorflow_internals.xla_functions import (
+    CannotCompileError,
+    is_compiling,
+    reject_exchange_in_compiled_function,
+)
 
 
 class GroupLauncher(CollectiveReplicaLauncher):
@@ -29,7 +32,6 @@ class GroupLauncher(CollectiveReplicaLauncher):
 
     @property
     def device(self) -> str:
-        """The device of this replica."""
         return str(self._device)
 
     @property

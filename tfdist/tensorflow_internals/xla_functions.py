@@ -1,18 +1,17 @@
-"""Compiles parts of a replica's step by XLA, which cannot compile collectives on CPUs, and so not the whole step."""
+"""Compiles parts of a replica's step by XLA, which cannot compile collectives; inlines the `tf.function`s in it."""
 
 import contextvars
 import functools
-import platform
-import zlib
+import inspect
+import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph, operations_behind
 from tfdist.utils.temporary_values import setting
 
 _random = private(
@@ -42,9 +41,20 @@ _FLOATS = {
     tf.float16: (0x3FF, 0x3C00, tf.uint16),
     tf.bfloat16: (0x7F, 0x3F80, tf.uint16),
 }
-_CPU_FILE, _CPU_FLAGS = "/proc/cpuinfo", ("flags", "Features")
 _other_cpus: tuple[int, ...] = ()  # workers whose CPUs differ from that of worker 0
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
+_FUNCTION = "tensorflow.python.eager.polymorphic_function"
+_in_xla_context = private(
+    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
+    "whether a function is being traced that XLA will compile",
+)
+_convert = private("tensorflow.python.autograph.impl.api:convert", "traces Python's conditions as functions do")
+_ag_ctx = private("tensorflow.python.autograph.core:ag_ctx", "whether it does so")
+_Target = private(f"{_FUNCTION}.tf_method_target:TfMethodTarget", "the object of a decorated method")
+_Function = private(
+    f"{_FUNCTION}.polymorphic_function:Function",
+    "keeps in `_jit_compile` and `_autograph` how a decorated method is traced",
+)
 
 
 class CannotCompileError(Exception):
@@ -146,36 +156,6 @@ def workers_with_other_cpus() -> tuple[int, ...]:
     return _other_cpus if _has_cpus_only() else ()
 
 
-def cpu_instructions() -> int:
-    """Returns a number that is equal on CPUs with the same instructions."""
-    try:
-        lines = Path(_CPU_FILE).read_text().splitlines()
-    except OSError:
-        lines = []
-    return _number_of(next((line for line in lines if line.startswith(_CPU_FLAGS)), ""))
-
-
-def cpu_instructions_of(host: str) -> int:
-    """Returns the number of `cpu_instructions` of another task, by its CPU device."""
-
-    @tf.function(autograph=False)
-    def flags() -> tf.Tensor:
-        with tf.device(host):  # lines, because the file has no size that `tf.io.read_file` could read
-            pattern = f"({'|'.join(_CPU_FLAGS)}).*"
-            lines = tf.data.TextLineDataset(_CPU_FILE).filter(lambda line: tf.strings.regex_full_match(line, pattern))
-            return lines.take(1).reduce(tf.constant(""), lambda _, line: line)
-
-    try:
-        flags_line = flags.get_concrete_function()().numpy()
-    except tf.errors.NotFoundError:
-        flags_line = b""
-    return _number_of(flags_line.decode(errors="replace"))
-
-
-def _number_of(flags: str) -> int:
-    return zlib.crc32(" ".join(sorted((flags or platform.processor()).split())).encode())
-
-
 @functools.cache
 def _has_cpus_only() -> bool:
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
@@ -203,16 +183,9 @@ def _reads_variables(graph: Any) -> bool:
 
 def _sources(output: tf.Tensor) -> frozenset[str]:
     """The names of the inputs of a function's graph, among them variables, by which an output can be differentiated."""
-    waiting, seen, names = [output.op], {output.op}, set()
-    while waiting:
-        operation = waiting.pop()
-        if operation.type == "Placeholder" and operation.outputs[0].dtype in _DIFFERENTIABLE:
-            names.add(operation.name)
-        for tensor in () if operation.type == "StopGradient" else operation.inputs:
-            if tensor.op not in seen:
-                seen.add(tensor.op)
-                waiting.append(tensor.op)
-    return frozenset(names)
+    behind = operations_behind(output.op, inputs_of=lambda user: () if user.type == "StopGradient" else user.inputs)
+    placeholders = [operation for operation in behind if operation.type == "Placeholder"]
+    return frozenset(operation.name for operation in placeholders if operation.outputs[0].dtype in _DIFFERENTIABLE)
 
 
 @patch
@@ -243,3 +216,48 @@ def patch_random_numbers() -> None:
         mantissas = tf.cast(bits & tf.constant(mantissa, tf.uint32), integer)
         ones = tf.bitcast(mantissas | tf.constant(one, integer), dtype)  # from 1 to 2
         return ones - tf.cast(1, dtype)
+
+
+def python_function_of(function: Any) -> Any:
+    """Returns the function, or the bound method, of which a `tf.function` was made; another function itself."""
+    if not isinstance(function, _Function):
+        return function
+    original = function.python_function
+    method = original if inspect.ismethod(original) else getattr(original, "__wrapped__", None)
+    if not inspect.ismethod(method) or not isinstance(method.__self__, _Target):
+        return original
+    return types.MethodType(method.__func__, method.__self__.target)
+
+
+def inlined(function: Any) -> Any:
+    """Returns what to call in place of a `tf.function`, to trace it in the caller's graph; another function itself.
+
+    A separate function is traced once for all replicas of a process that look alike, with the first one's variables,
+    and XLA cannot compile the collectives in it.
+    """
+    original = python_function_of(function)
+    if original is function or not function._autograph:
+        return original
+    return _convert(recursive=True, conversion_ctx=_ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))(original)
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a function is a `tf.function` with `jit_compile=True`."""
+    return isinstance(function, _Function) and bool(function._jit_compile)
+
+
+def is_in_compiled_function() -> bool:
+    """Whether a `tf.function` with `jit_compile=True` is being traced that the user's code calls."""
+    return not (tf.executing_eagerly() or is_compiling()) and bool(_in_xla_context(tf.compat.v1.get_default_graph()))
+
+
+def reject_exchange_in_compiled_function() -> None:
+    """Raises an error while such a function is being traced. Call this before replicas exchange anything."""
+    if is_in_compiled_function():
+        raise ValueError(
+            "XLA cannot compile what replicas exchange. Received: a `tf.function(jit_compile=True)` that updates "
+            "variables by an optimizer, reduces over the replicas, or calls `strategy.run`. Expected: computations of "
+            "one replica. Leave out `jit_compile=True` there, or give it to the part that only computes. A model that "
+            "is compiled with `model.compile(..., jit_compile=True)`, or whose `train_step` is decorated as a whole, "
+            "has its layers compiled."
+        )

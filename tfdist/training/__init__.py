@@ -3,6 +3,6 @@
 Public are functions for a custom `train_step` whose loss tfdist cannot follow.
 """
 
-from tfdist.training.train_step_helpers import scale_loss_for_distribution, unscale_loss_for_distribution
+from tfdist.training.sample_shares import scale_loss_for_distribution, unscale_loss_for_distribution
 
 __all__ = ["scale_loss_for_distribution", "unscale_loss_for_distribution"]

@@ -1,5 +1,7 @@
 """Synchronizes metrics, logs and batch statistics of the replicas after a step."""
 
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import flatten, unflatten
-from tfdist.keras_internals.model_introspection import batch_statistics, metric_variables
-from tfdist.keras_internals.step_logs import can_be_averaged, differs, metric_results, possible_results
+from tfdist.keras_internals.model_introspection import batch_statistics
+from tfdist.losses.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
 from tfdist.tensorflow_internals.collective_launcher import with_fixed_shapes
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.training.metric_totals import MetricTotals
@@ -63,13 +65,13 @@ def synchronize_results(
     # Metrics accumulate, so those of the last micro-batch cover all. The last one has samples if any has.
     logs = parts[-1].logs
     statistics = batch_statistics(model) if training else []
-    metrics = metric_variables(model)
+    metrics = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
     if sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES:
         metrics = []
     leaves = tf.nest.flatten(logs)
     averaged = [position for position, leaf in enumerate(leaves) if can_be_averaged(leaf)]
     own_results = metric_results(model) if metrics and isinstance(logs, dict) else []
-    pairs = possible_results(logs, own_results)
+    pairs = _possible_results(logs, own_results)
     # A replica without samples computed its logs from zeros: they do not count.
     weight = tf.cast(step.contributes, tf.float32)
 
@@ -98,11 +100,31 @@ def synchronize_results(
     return tf.nest.pack_sequence_as(logs, leaves), reported
 
 
+def _possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:
+    """Returns the positions of logs and of results that may be equal: by name, otherwise any of the same kind.
+
+    Steps often return the result of a metric under another name than the metric's.
+    """
+    names = names_of(logs) if results else []
+    leaves = tf.nest.flatten(logs)
+    pairs = []
+    for position, name in enumerate(names):
+        same_name = [index for index, (of, _) in enumerate(results) if of == name]
+        other_name = [index for index, (of, _) in enumerate(results) if of not in names]
+        pairs += [
+            (position, index) for index in same_name or other_name if are_alike(leaves[position], results[index][1])
+        ]
+    return pairs
+
+
 def _shares(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:
-    total = _share(values[0], parts[0].step.fraction)
-    for value, part in zip(values[1:], parts[1:], strict=True):
-        total += _share(value, part.step.fraction)
-    return total
+    tensors = map(tf.convert_to_tensor, values)
+    # A replica without samples has the fraction 0, so whatever it computed counts 0, even NaN.
+    shares = [
+        tf.math.multiply_no_nan(tensor, tf.cast(part.step.fraction, tensor.dtype))
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]
+    return functools.reduce(operator.add, shares)
 
 
 def _share_of_log(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:
@@ -110,12 +132,6 @@ def _share_of_log(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.T
     if values[0].shape.rank != 0:
         return _shares(values, parts)
     return _shares([part.step.mean_of(value) for part, value in zip(parts, values, strict=True)], parts)
-
-
-def _share(value: Any, fraction: Any) -> tf.Tensor:
-    # A replica without samples has the fraction 0, so whatever it computed counts 0, even NaN.
-    value = tf.convert_to_tensor(value)
-    return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
 
 
 def _sum_all(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

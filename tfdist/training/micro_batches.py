@@ -10,7 +10,6 @@ other, masks, synchronized batch normalization).
 import contextlib
 import contextvars
 import functools
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import divided
+from tfdist.compression.gradient_tensors import added, divided
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.training.sample_shares import tensors_in
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -102,7 +102,7 @@ def current_micro_batch() -> MicroBatchContext | None:
 
 def sum_pairwise(total: Sequence[Any], new: Sequence[Any]) -> list[Any]:
     """Returns the sums of two lists of dense tensors, `tf.IndexedSlices` or `None`."""
-    return [_sum(a, b) for a, b in zip(total, new, strict=True)]
+    return [added(*pair) for pair in zip(total, new, strict=True)]
 
 
 def run_micro_batches(bodies: Sequence[Callable[[], Any]], turn: Turn) -> list[Any]:
@@ -111,9 +111,8 @@ def run_micro_batches(bodies: Sequence[Callable[[], Any]], turn: Turn) -> list[A
     In a graph, a body begins when the previous body has computed the values for its first synchronization. If that is
     the update, the activations of one micro-batch are freed before those of the next are computed.
 
-    Args:
-        bodies: Functions without arguments that make the same reductions and updates in the same order.
-        turn: Takes the number of a body, returns a context in which it runs until its next synchronization.
+    The functions make the same reductions and updates in the same order. `turn` takes the number of one, and returns a
+    context in which it runs until its next synchronization.
 
     Raises:
         RuntimeError: The bodies synchronize in different orders, or inside a condition, a loop or a nested function.
@@ -170,7 +169,7 @@ class _Thread:
     def start_after(self, value: Any) -> None:
         """Delays the operations of a body that has not begun until the tensors in `value` are computed."""
         if self._graph is not None:
-            self._after = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
+            self._after = tensors_in(value)
 
     def resume(self, answer: Any) -> _SyncPoint | None:
         """Lets the body run with the `answer` to its last point, and returns its next point, or None at its end."""
@@ -240,16 +239,6 @@ def _check_equal(points: Sequence[_SyncPoint | None]) -> None:
             f"Received: {', '.join(names)}. Expected: the same reductions and updates, in the same order, for every "
             "batch. Create the strategy with `micro_batches=1`, which computes larger local batches instead."
         )
-
-
-def _sum(total: Any, new: Any) -> Any:
-    if total is None or new is None:
-        return new if total is None else total
-    if isinstance(total, tf.IndexedSlices) and isinstance(new, tf.IndexedSlices):
-        # An index may occur twice: callers that square or clip add up its rows first.
-        values = tf.concat([total.values, new.values], axis=0)
-        return tf.IndexedSlices(values, tf.concat([total.indices, new.indices], axis=0), total.dense_shape)
-    return operator.add(tf.convert_to_tensor(total), tf.convert_to_tensor(new))
 
 
 def _first(total: Any, _: Any) -> Any:

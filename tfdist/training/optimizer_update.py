@@ -16,8 +16,7 @@ from tfdist.strategy_hooks import UpdateHooks
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
 from tfdist.training.sample_shares import compiles_updates, current_step, current_timing
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
-from tfdist.updates.update_engine import apply_accumulated, run_micro_step
-from tfdist.updates.whole_update import WholeUpdate
+from tfdist.updates.update_engine import WholeUpdate, apply_accumulated, run_micro_step
 
 
 def apply_once_for_micro_batches(

@@ -1,29 +1,38 @@
-"""Runs a Keras step on each replica: splits the samples, runs the step, synchronizes the results."""
+"""Runs a Keras step on each replica: checks the model, splits the samples, runs the step, synchronizes the results.
+
+At the end of the data, or if the last batch is smaller than the number of replicas, a replica has no samples. It must
+take part in the collectives of its step. Many operations cannot compute without samples (with oneDNN, TensorFlow 2.21's
+`Conv2D` returns a wrong shape), so it computes with a sample of another replica of its process, and its results are
+discarded. If its process has no samples, it computes with one sample of zeros, where these may be an input
+(`accepts_zeros`), and otherwise without samples.
+"""
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import jit_compiles
+from tfdist.keras_internals.compiled_calls import jit_compiles
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,
     batch_statistics,
+    computes_over_all_replicas,
     first_input,
     has_own_loss,
+    is_made_under,
+    predicting_model,
     set_added_losses,
     step_states,
 )
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
-from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica
+from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica, filled_samples, is_complete
 from tfdist.tensorflow_internals.shared_operations import step_after
-from tfdist.training.balanced_batches import rows_of_shares
-from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
+from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled, workers_with_other_cpus
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
 from tfdist.training.sample_shares import (
@@ -31,9 +40,12 @@ from tfdist.training.sample_shares import (
     count_samples,
     has_rows,
     is_distributed,
+    number_of_samples,
     rows_of_part,
     static_samples,
+    tensors_in,
 )
+from tfdist.training.worker_batches import SharedRows, own_rows
 
 
 def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any, strategy: Any) -> Callable[..., Any]:
@@ -41,8 +53,8 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     is_compiled_by_user, step_function = is_compiled(step_function), inlined(step_function)
     training = step_function.__name__ == "train_step"
     is_within_worker = training and strategy.local_updates is not None
-    shared = rows_of_shares(data, strategy)
-    parts = local_parts(data if shared is None else shared.own, strategy)
+    shared = SharedRows(data, strategy) if is_complete(data) else None
+    parts = _local_parts(data if shared is None else shared.own, strategy)
     fillers = parts if shared is None else [*parts, shared.whole]
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
     carrier = first_input(data) if shared is None else None
@@ -59,7 +71,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         replica, replica_data = next(waiting)
         # At the end of the data TensorFlow still runs the operations of a step that do not depend on the data, such as
         # the count of iterations and the keys of collectives.
-        with step_after(_tensors(replica_data)):
+        with step_after(tensors_in(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(inputs, replica, replicas, counted, is_within_worker)
             if is_within_worker:
@@ -72,7 +84,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             with step.running(), nullcontext() if step.timing is None else step.timing.computing():
                 is_first = replica_data is parts[0]  # one replica stands for all
                 with divided.checked_literals(is_first) as checked:
-                    if micro_batches > 1 and _can_be_split(replica_data):
+                    if micro_batches > 1 and has_rows(first_input(replica_data)):
                         results = _run_micro_batches(model, step_function, replica_data, step, strategy, fillers)
                     else:
                         results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
@@ -116,9 +128,7 @@ def _run_micro_batches(
     count = strategy.micro_batches
     value = first_input(data)
     parts = [rows_of_part(data, value, part, count) for part in range(count)]
-    steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
-    for part in steps:
-        part.has_own_loss, part.graph = step.has_own_loss, step.graph
+    steps = [step.micro_batch(number_of_samples(first_input(part)), count) for part in parts]
     is_full = not any(part.may_lack_rows for part in steps)
     fillers = None if is_full else first_rows([*parts, *local], or_zeros=accepts_zeros(model, data))
     statistics = batch_statistics(model)
@@ -140,12 +150,11 @@ def _run_micro_batches(
             yield
 
     def body(part: int) -> Any:
-        with step_after(_tensors(parts[part])), steps[part].running():
-            own = steps[part]
-            part_data = parts[part]
-            if not is_full and own.may_lack_rows:
-                part_data = filled_if_empty(part_data, own.samples, fillers)
-            own.observe(part_data, own.number_of_samples)
+        part_step, part_data = steps[part], parts[part]
+        with step_after(tensors_in(part_data)), part_step.running():
+            if not is_full and part_step.may_lack_rows:
+                part_data = filled_if_empty(part_data, part_step.samples, fillers)
+            part_step.observe(part_data, part_step.number_of_samples)
             return step_function(part_data)
 
     logs = run_micro_batches([functools.partial(body, part) for part in range(count)], turn)
@@ -153,8 +162,8 @@ def _run_micro_batches(
     _assign(states, [_combined_state(*values) for values in zip(states, *own, strict=True)], strategy)
     positions = [next(i for i, state in enumerate(states) if state is variable) for variable in statistics]
     return [
-        PartialResult(step, part_logs, [state_values[position] for position in positions])
-        for step, part_logs, state_values in zip(steps, logs, own, strict=True)
+        PartialResult(part_step, part_logs, [state_values[position] for position in positions])
+        for part_step, part_logs, state_values in zip(steps, logs, own, strict=True)
     ]
 
 
@@ -188,21 +197,29 @@ def _values(variables: Sequence[Any]) -> list[tf.Tensor]:
     return [tf.identity(variable.value) for variable in variables]
 
 
-def _samples(value: Any) -> int | tf.Tensor:
-    static = static_samples(value)
-    return count_samples(value) if static is None else static
+def predict_on_replicas(step_function: Any, data: Any, strategy: Any) -> Any:
+    """Wraps Keras' prediction of a batch, for `strategy.run`, so that a replica without samples returns no rows."""
+    parts = _local_parts(own_rows(data, strategy), strategy)
+    or_zeros = accepts_zeros(predicting_model(step_function), parts[0])
+    # The replicas are traced, or run eagerly, one after another. A replica without samples may have rows already.
+    waiting = zip(parts, filled_samples(data) or [None] * len(parts), strict=True)
+
+    @tf.autograph.experimental.do_not_convert
+    def replica_predict(_: Any) -> Any:
+        replica_data, own_samples = next(waiting)
+        if own_samples is not None:
+            return drop_rows_if_empty(step_function(replica_data), own_samples)
+        value = first_input(replica_data)
+        if value is None or (tf.is_tensor(value) and value.shape.rank and value.shape[0]):
+            return step_function(replica_data)
+        samples = count_samples(value)
+        filled = filled_if_empty(replica_data, samples, first_rows(parts, or_zeros=or_zeros))
+        return drop_rows_if_empty(step_function(filled), samples)
+
+    return replica_predict
 
 
-def _can_be_split(data: Any) -> bool:
-    value = first_input(data)
-    return value is not None and has_rows(value)
-
-
-def _tensors(data: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
-
-
-def local_parts(data: Any, strategy: Any) -> list[Any]:
+def _local_parts(data: Any, strategy: Any) -> list[Any]:
     """Returns the data of each local replica. Splits the rows if the data is not distributed yet."""
     replicas = len(strategy.extended.worker_devices)
     value = first_input(data)
@@ -269,3 +286,126 @@ def _check_rows(value: Any, samples: tf.Tensor) -> None:
         "`expand_composites=True` returns it. Change batches in a function that `strategy.run` calls, or in the "
         "dataset with `map`.",
     )
+
+
+_log = logging.getLogger("tfdist")
+
+
+def check_model(model: Any, strategy: Any, *, training: bool) -> None:
+    """Raises an error if a step of `model` cannot run under `strategy`; warns if its replicas may diverge.
+
+    Raises:
+        ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
+    """
+    variables = [*model.variables, *model.metrics_variables]
+    stray = next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
+    if stray is not None:
+        raise ValueError(
+            "A variable was created outside the strategy's scope, so it is not on all replicas. "
+            f"Received: {stray.path!r}, created outside {type(strategy).__name__}.scope(). Expected: the model, its "
+            "metrics (also the ones given to `compile`), the optimizer and `model.compile` within one "
+            "`with strategy.scope():` block. Move them there. What builds layers later, as `adapt` of a layer or a "
+            "`fit` of the model's own, belongs there too."
+        )
+    optimizer = model.optimizer if training else None
+    if optimizer is not None and not is_made_under(optimizer, strategy):
+        raise ValueError(
+            "The optimizer was created outside the strategy's scope, so its variables are not on all replicas. "
+            f"Received: {type(optimizer).__name__} {optimizer.name!r}, created outside "
+            f"{type(strategy).__name__}.scope(). Expected: the model, the optimizer and `model.compile` within one "
+            "`with strategy.scope():` block. Move them there."
+        )
+    if training and strategy.local_updates is not None and computes_over_all_replicas(model):
+        raise ValueError(
+            "A layer normalizes over the samples of all replicas, and workers with local updates exchange nothing in a "
+            "step. Received: a layer with `synchronized=True`. Expected: `BatchNormalization(synchronized=False)`, "
+            "whose statistics are averaged when weights are exchanged, or `mode=Synchronous()`."
+        )
+    # "auto" leaves these workers without XLA.
+    if training and model.jit_compile and strategy.rank == 0 and (workers := workers_with_other_cpus()):
+        _warn_of_other_cpus(workers)
+
+
+@functools.cache  # once
+def _warn_of_other_cpus(workers: tuple[int, ...]) -> None:
+    differ = f"worker {workers[0]}" if len(workers) == 1 else f"workers {', '.join(map(str, workers))}"
+    _log.warning(
+        "The weights of the workers may differ in the last bit: `jit_compile=True`, and XLA uses all instructions of "
+        "each CPU. Received: %s with other CPU instructions than worker 0. Expected: equal ones on all workers. "
+        "Compile with `model.compile(..., jit_compile=False)`, or use machines of one type.",
+        differ,
+    )
+
+
+def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
+    """Returns `data`, or a row of `fillers` (see `first_rows`) if there are no `samples`, an int or an int32 scalar.
+
+    Ragged and sparse tensors are returned unchanged.
+    """
+    leaves, rows = tf.nest.flatten(data), tf.nest.flatten(fillers)
+    dense = [position for position, leaf in enumerate(leaves) if tf.is_tensor(leaf) and _has_samples(leaf)]
+    if not dense:
+        return data
+    chosen = tf.cond(
+        tf.greater(samples, 0),
+        lambda: [leaves[position] for position in dense],
+        lambda: [rows[position] for position in dense],
+    )
+    for position, leaf in zip(dense, chosen, strict=True):
+        leaves[position] = leaf
+    return tf.nest.pack_sequence_as(data, leaves)
+
+
+def first_rows(parts: Sequence[Any], *, or_zeros: bool) -> Any:
+    """Returns the first row of several parts of a batch that has samples.
+
+    If none has, the result is a row of zeros (`or_zeros`), or has no rows.
+    """
+
+    def first_row(*leaves: Any) -> Any:
+        if not (tf.is_tensor(leaves[0]) and _has_samples(leaves[0])):
+            return leaves[0]
+        shape = leaves[0].shape[1:]
+        if shape.is_fully_defined() and all(leaf.shape[1:] == shape for leaf in leaves):
+            zeros = [tf.zeros([1, *shape], leaves[0].dtype)] if or_zeros else []
+            return tf.concat([*(leaf[:1] for leaf in leaves), *zeros], axis=0)[:1]
+        # Parts may be padded to different sizes.
+        row = leaves[-1][:1]
+        for leaf in reversed(leaves[:-1]):
+            row = tf.cond(tf.greater(tf.shape(leaf)[0], 0), lambda leaf=leaf: leaf[:1], lambda row=row: row)
+        if not or_zeros:
+            return row
+        return tf.cond(
+            tf.greater(tf.shape(row)[0], 0),
+            lambda: row,
+            lambda: tf.zeros(tf.concat([[1], tf.shape(row)[1:]], axis=0), row.dtype),
+        )
+
+    return tf.nest.map_structure(first_row, *parts)
+
+
+@contextmanager
+def revert_unless(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
+    """Reverts what this replica assigns to `variables` in this context, unless it `contributes`."""
+    if contributes is True:
+        yield
+        return
+    before = [tf.identity(variable.value) for variable in variables]
+    yield
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(tf.where(contributes, tf.convert_to_tensor(variable.value), value))
+
+
+def drop_rows_if_empty(outputs: Any, samples: Any) -> Any:
+    """Returns `outputs`, or none of their rows if there are no samples and the data was filled."""
+
+    def kept(output: Any) -> Any:
+        if not (tf.is_tensor(output) and _has_samples(output)):
+            return output
+        return output[: tf.where(tf.greater(samples, 0), tf.shape(output)[0], 0)]
+
+    return tf.nest.map_structure(kept, outputs)
+
+
+def _has_samples(tensor: tf.Tensor) -> bool:
+    return not isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)) and bool(tensor.shape.rank)

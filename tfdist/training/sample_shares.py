@@ -7,11 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.auto_jit_compile import rejects_xla
+from tfdist.keras_internals.compiled_calls import rejects_xla
+from tfdist.keras_internals.keras_symbols import losses
+from tfdist.keras_internals.losses import times
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
 from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.utils.temporary_values import setting, setting_attributes
 
@@ -83,6 +84,7 @@ class ReplicaStep(LossStep):
     Attributes:
         graph: The graph of the step if XLA compiles the calls of layers, losses and updates in it, else `None`.
         model: The model whose step it is.
+        contributes: Whether this replica has samples.
         timing: Measures how long the replica computes; `None` if nobody asks.
         is_within_worker: Whether the other replicas are those of this worker, and its share is one of the worker's.
         samples_of_worker: The number of samples of all replicas, if so.
@@ -114,7 +116,7 @@ class ReplicaStep(LossStep):
         self.fraction = fraction
         self.parts_of_replica = parts_of_replica
         self.filled_rows = filled_rows
-        self._contributes = samples > 0
+        self.contributes: bool | tf.Tensor = samples > 0
         self._fraction_of_samples = fraction
 
     @property
@@ -142,20 +144,20 @@ class ReplicaStep(LossStep):
         """Whether the batch may have no rows, as far as is known while the step is traced."""
         return not isinstance(self.number_of_samples, int) or not self.number_of_samples
 
-    @property
-    def contributes(self) -> bool | tf.Tensor:
-        """Whether this replica has samples."""
-        return self._contributes
-
     def micro_batch(self, samples: int | tf.Tensor, parts: int) -> "ReplicaStep":
         """Returns the step of one of `parts` micro-batches, which has `samples` of this step's samples."""
-        if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(self.fraction, float):
-            return self._like_this(ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts))
-        rows = None
-        if self.filled_rows is not None and isinstance(samples, int):
-            rows, samples = samples, tf.where(self.contributes, samples, 0)
-        share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
-        return self._like_this(ReplicaStep(samples, self.fraction * share, parts, rows))
+        rows, fraction = None, self.fraction
+        if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(fraction, float):
+            fraction = fraction * samples / max(self.samples, 1)
+        else:
+            if self.filled_rows is not None and isinstance(samples, int):
+                rows, samples = samples, tf.where(self.contributes, samples, 0)
+            share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
+            fraction = fraction * share
+        step = ReplicaStep(samples, fraction, parts, rows)
+        step.is_within_worker, step.replicas, step.timing = self.is_within_worker, self.replicas, self.timing
+        step.samples_of_worker, step.has_own_loss, step.graph = self.samples_of_worker, self.has_own_loss, self.graph
+        return step
 
     def stay_within_worker(self, local_replicas: int) -> None:
         """Makes this a step of a worker with `local_replicas` that trains by itself, as if there were no others."""
@@ -166,11 +168,6 @@ class ReplicaStep(LossStep):
         # Statistics that a worker without samples has not changed are averaged.
         has_samples = self.samples_of_worker > 0
         self.fraction = self._fraction_of_samples = tf.where(has_samples, self.fraction, 1 / local_replicas)
-
-    def _like_this(self, step: "ReplicaStep") -> "ReplicaStep":
-        step.is_within_worker, step.replicas, step.timing = self.is_within_worker, self.replicas, self.timing
-        step.samples_of_worker = self.samples_of_worker
-        return step
 
     def running(self) -> AbstractContextManager[None]:
         """Sets this as the `current_step` of the replica."""
@@ -205,6 +202,17 @@ def count_samples(value: Any) -> tf.Tensor:
     return tf.shape(value)[0]
 
 
+def number_of_samples(value: Any) -> int | tf.Tensor:
+    """Returns the number of samples of an input, an int if it is known while tracing, else an int32 scalar."""
+    static = static_samples(value)
+    return count_samples(value) if static is None else int(static)
+
+
+def tensors_in(data: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a structure, and those of which its ragged and sparse ones consist."""
+    return [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+
+
 def is_distributed(data: Any) -> bool:
     """Whether a strategy has distributed `data` already."""
     return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
@@ -216,8 +224,7 @@ def rows_of_part(data: Any, counted: Any, part: int, parts: int) -> Any:
     Each leaf of `data` (dense, ragged or sparse tensors, or arrays) that has as many rows as the leaf `counted`, the
     samples, as far as they are known, is sliced.
     """
-    static = counted.shape[0]
-    samples = count_samples(counted) if static is None else int(static)
+    samples = number_of_samples(counted)
     return rows_between(data, counted, part * samples // parts, (part + 1) * samples // parts)
 
 
@@ -243,3 +250,44 @@ def _sparse_rows(leaf: tf.SparseTensor, first: Any, end: Any) -> tf.SparseTensor
     row_shape = leaf.dense_shape[1:]
     start = tf.concat([[tf.cast(first, tf.int64)], tf.zeros_like(row_shape)], axis=0)
     return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(end - first, tf.int64)], row_shape], axis=0))
+
+
+def scale_loss_for_distribution(loss: Any) -> Any:
+    """Scales a mean over a replica's samples so that the sum over the replicas is the mean over the global batch.
+
+    tfdist scales the losses of Keras, `self.compute_loss`, and the means and sums of a `train_step` itself. Use this
+    for a loss that it cannot follow, of which it warns: one that is computed in a `tf.function`, a condition or a loop
+    of the step, or with `run_eagerly=True`.
+
+    Args:
+        loss: The mean over the samples that this replica was given, a float scalar.
+
+    Returns:
+        `loss` multiplied by the replica's fraction of the samples, a scalar. Without a strategy, and in a layer's
+        `call`, `loss` itself.
+
+    >>> import tensorflow as tf
+    >>> scale_loss_for_distribution(tf.constant(2.0)).numpy()
+    np.float32(2.0)
+    """
+    return losses.scale_loss_for_distribution(loss)
+
+
+def unscale_loss_for_distribution(loss: Any) -> Any:
+    """Returns the mean over a replica's samples from a scaled loss: the inverse of `scale_loss_for_distribution`.
+
+    `keras.metrics.Mean`, `Sum` and the logs that a step returns do not need it. Use it for a loss of Keras in metrics
+    of another class, and in computations other than sums.
+
+    Args:
+        loss: A scaled loss, a float scalar: the result of a Keras loss, of `self.compute_loss` or of
+            `scale_loss_for_distribution`.
+
+    Returns:
+        A scalar, whose mean over the replicas, weighted by samples, is the loss of the global batch.
+
+    >>> import tensorflow as tf
+    >>> unscale_loss_for_distribution(tf.constant(2.0)).numpy()
+    np.float32(2.0)
+    """
+    return losses.unscale_loss_for_distribution(loss)

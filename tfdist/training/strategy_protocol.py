@@ -18,9 +18,14 @@ class TrainingStrategy(Protocol):
 
     Attributes:
         plan: The plan by which `tfdist.strategies.planned()` created it; None if it was created by hand.
+        row_shares: Which rows of global batches each worker computes; None if the strategy does not divide them by
+            shares.
+        local_updates: How workers train by themselves between two exchanges of weights; None if they do not.
     """
 
     plan: Any = None
+    row_shares: RowShares | None = None
+    local_updates: Any = None
 
     @property
     def rank(self) -> int:
@@ -67,16 +72,6 @@ class TrainingStrategy(Protocol):
         return None
 
     @property
-    def row_shares(self) -> RowShares | None:
-        """Which rows of global batches each worker computes; None if the strategy does not divide them by shares."""
-        return None
-
-    @property
-    def local_updates(self) -> Any:
-        """How workers train by themselves between two exchanges of weights; `None` if they do not."""
-        return None
-
-    @property
     def worker_stats(self) -> Sequence[Any]:
         """Under parameter servers a `WorkerStats` for each worker; empty under other strategies."""
         return ()
@@ -93,7 +88,12 @@ class _StockStrategy(TrainingStrategy):
     @property
     def num_workers(self) -> int:
         # Read on demand: the resolver of a TPU asks a service on every call, which may fail.
-        return _num_workers(self._strategy)
+        resolver = getattr(self._strategy, "cluster_resolver", None)
+        spec = resolver.cluster_spec() if resolver is not None else None
+        tasks = spec.as_dict() if spec else {}
+        is_chief_alone = isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
+        jobs = ("worker",) if is_chief_alone else ("chief", "worker")
+        return max(sum(len(tasks.get(job, ())) for job in jobs), 1)
 
     @property
     def replicas_of_workers(self) -> Sequence[int]:
@@ -113,11 +113,3 @@ def training_strategy(strategy: Any) -> TrainingStrategy:
         strategy's cluster resolver knows, and empty counters.
     """
     return strategy if is_tfdist_strategy(strategy) else _StockStrategy(strategy)
-
-
-def _num_workers(strategy: Any) -> int:
-    resolver = getattr(strategy, "cluster_resolver", None)
-    spec = resolver.cluster_spec() if resolver is not None else None
-    tasks = spec.as_dict() if spec else {}
-    jobs = ("worker",) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else ("chief", "worker")
-    return max(sum(len(tasks.get(job, ())) for job in jobs), 1)

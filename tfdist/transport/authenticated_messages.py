@@ -20,20 +20,12 @@ _MAC_BYTES = 32
 
 
 def encode_frame(body: bytes) -> bytes:
-    r"""Returns the frame of a body.
-
-    >>> encode_frame(b"{}")
-    b'\x00\x00\x00\x02{}'
-    """
+    """Returns the frame of a body."""
     return _LENGTH.pack(len(body)) + body
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a frame body.
-
-    Raises:
-        FrameError: If the body is not a JSON object.
-    """
+    """Returns the JSON object of a frame body, or raises a FrameError."""
     try:
         return json_object(body)
     except ValueError as error:
@@ -41,28 +33,17 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 class FrameBuffer:
-    r"""Splits received bytes into frame bodies.
-
-    >>> buffer = FrameBuffer(max_bytes=100)
-    >>> buffer.feed(b"\x00\x00\x00\x02{}\x00")
-    >>> buffer.next(), buffer.next()
-    (b'{}', None)
-    """
+    """Splits received bytes into frame bodies."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Appends received bytes."""
         self._bytes += data
 
     def next(self) -> bytes | None:
-        """Returns the next complete body, or None.
-
-        Raises:
-            FrameError: If the body is too long, which its length shows before it arrives.
-        """
+        """Returns the next complete body, or None. A FrameError: its length, which arrives first, is too long."""
         if len(self._bytes) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._bytes)
@@ -97,11 +78,6 @@ class MessageCodec:
         self.buffer.feed(received)
 
     def encode(self, message: Mapping[str, Any]) -> bytes:
-        """Returns the frame of the next message to send.
-
-        Raises:
-            ValueError: If the message is too long.
-        """
         body = json.dumps(message).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             raise ValueError(
@@ -112,11 +88,7 @@ class MessageCodec:
         return frame
 
     def next(self) -> dict[str, Any] | None:
-        """Returns the next complete message, or None.
-
-        Raises:
-            FrameError: If the received bytes are not an authentic message.
-        """
+        """Returns the next complete message, or None. A FrameError: the received bytes are not authentic."""
         frame = self.buffer.next()
         if frame is None:
             return None

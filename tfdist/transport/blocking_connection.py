@@ -19,16 +19,8 @@ BlockingHandshake = Callable[[socket.socket, Credentials, float], tuple[SessionK
 class BlockingConnection:
     """Sends and receives JSON objects after a handshake, for one thread at a time.
 
-    `close` closes the socket. `received` are bytes that arrived behind the handshake.
-
-    >>> ends = socket.socketpair()
-    >>> ours = BlockingConnection(ends[0], SessionKeys(b"client", b"server"))
-    >>> theirs = BlockingConnection(ends[1], SessionKeys(b"server", b"client"))
-    >>> ours.send({"do": "echo"})
-    >>> theirs.receive(timeout_seconds=1)
-    {'do': 'echo'}
-    >>> ours.close()
-    >>> theirs.close()
+    `close` closes the socket. `received` are bytes that arrived behind the handshake. Methods raise a
+    ConnectionClosedError if the other side is gone, does not read or answer in time, or is not authentic.
     """
 
     def __init__(self, connection: socket.socket, keys: SessionKeys, received: bytes = b"") -> None:
@@ -39,8 +31,7 @@ class BlockingConnection:
     def connect(cls, connection: socket.socket, credentials: Credentials, *, timeout_seconds: float) -> Self:
         """Runs the client's side of the handshake; closes the connection if the handshake fails.
 
-        Raises:
-            TransportError: If the other side is not trusted, does not trust this side, or does not answer in time.
+        A TransportError: the other side is not trusted, does not trust this side, or does not answer in time.
         """
         return cls._open(client_handshake, connection, credentials, timeout_seconds)
 
@@ -72,7 +63,6 @@ class BlockingConnection:
             return False
 
     def close(self) -> None:
-        """Closes the connection; see `close_socket`."""
         close_socket(self._socket)
 
     def detach(self) -> tuple[socket.socket, MessageCodec]:
@@ -80,20 +70,12 @@ class BlockingConnection:
         return self._socket, self._codec
 
     def send_descriptors(self, descriptors: Sequence[int]) -> None:
-        """Sends file descriptors over a Unix socket, outside of messages.
-
-        Raises:
-            ConnectionClosedError: If the other side is gone.
-        """
+        """Sends file descriptors over a Unix socket, outside of messages."""
         with _as_closed():
             socket.send_fds(self._socket, [b"."], list(descriptors))
 
     def receive_descriptors(self, count: int, timeout_seconds: float) -> tuple[int, ...]:
-        """Receives `count` file descriptors that the other side sent after it had received the last message.
-
-        Raises:
-            ConnectionClosedError: If they do not arrive in time.
-        """
+        """Receives `count` file descriptors that the other side sent after it had received the last message."""
         with _as_closed():
             self._socket.settimeout(timeout_seconds)
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
@@ -106,11 +88,7 @@ class BlockingConnection:
         return tuple(descriptors)
 
     def request(self, *, timeout_seconds: float, **message: object) -> dict[str, Any]:
-        """Sends a message and returns the answer.
-
-        Raises:
-            ConnectionClosedError: If there is no answer, or if the answer is an error.
-        """
+        """Sends a message and returns the answer. A ConnectionClosedError: there is none, or it is an error."""
         self.send(message)
         answer = self.receive(timeout_seconds)
         if "error" in answer:
@@ -118,19 +96,9 @@ class BlockingConnection:
         return answer
 
     def send(self, message: dict[str, Any], timeout_seconds: float = 10.0) -> None:
-        """Sends a message.
-
-        Raises:
-            ConnectionClosedError: If the other side is gone or does not read.
-        """
         self._send(self._codec.encode(message), timeout_seconds)
 
     def receive(self, timeout_seconds: float) -> dict[str, Any]:
-        """Returns the next message.
-
-        Raises:
-            ConnectionClosedError: If none arrives in time, or the received bytes are not an authentic message.
-        """
         deadline = time.monotonic() + timeout_seconds
         try:
             while (message := self._codec.next()) is None:
@@ -140,11 +108,7 @@ class BlockingConnection:
         return message
 
     def send_bytes(self, count: int, timeout_seconds: float) -> None:
-        """Sends `count` bytes of any content, outside of messages.
-
-        Raises:
-            ConnectionClosedError: If the other side is gone or does not read.
-        """
+        """Sends `count` bytes of any content, outside of messages."""
         deadline, block = time.monotonic() + timeout_seconds, memoryview(bytes(min(count, _CHUNK_BYTES)))
         while count > 0:
             self._send(block[: min(count, _CHUNK_BYTES)], deadline - time.monotonic())
@@ -155,9 +119,6 @@ class BlockingConnection:
 
         The first half does not count: the connection has not reached its speed, and the buffers of the network take
         some bytes at once.
-
-        Raises:
-            ConnectionClosedError: If the bytes do not arrive in time.
         """
         began = time.monotonic()
         received = len(self._codec.buffer.take(count))
@@ -215,14 +176,9 @@ def set_tcp_options(connection: socket.socket) -> None:
 
 
 def client_handshake(connection: socket.socket, credentials: Credentials, deadline: float) -> tuple[SessionKeys, bytes]:
-    """Runs the client's side over a blocking socket.
+    """Runs the client's side over a blocking socket; returns the keys, and the bytes that arrived behind the handshake.
 
-    Returns:
-        The keys, and the bytes that arrived behind the handshake.
-
-    Raises:
-        TransportError: If the handshake fails.
-        OSError: If the connection fails, or the deadline passes.
+    A TransportError: the handshake fails. An OSError: the connection fails, or the deadline passes.
     """
     handshake, frames = ClientHandshake(credentials), _BlockingFrames(connection, deadline)
     frames.send(handshake.hello)

@@ -49,7 +49,6 @@ class Credentials:
 
     @property
     def secret(self) -> bytes:
-        """The key of the proofs."""
         return (self.token or self.cluster).encode(errors="surrogateescape")
 
     def fingerprint(self, nonce: str) -> str:
@@ -69,18 +68,13 @@ class Hello:
 
     @classmethod
     def of(cls, credentials: Credentials, *, is_client: bool) -> "Hello":
-        """Returns a new hello of this process."""
         nonce = secrets.token_hex(_NONCE_CHARACTERS // 2)
         cluster = credentials.fingerprint(nonce) if is_client else ""
         return cls(credentials.service, credentials.protocol, tfdist.__version__, nonce, cluster)
 
     @classmethod
     def decode(cls, body: bytes) -> "Hello":
-        """Reads a hello.
-
-        Raises:
-            FrameError: If the body is not a hello.
-        """
+        """Reads a hello; raises a FrameError if the body is none."""
         received = decode_object(body)
         values = [received.get(field.name) for field in dataclasses.fields(cls)]
         service, protocol, version, nonce, cluster = values
@@ -96,18 +90,10 @@ class Hello:
         return cls(str(service), protocol, str(version), str(nonce), str(cluster))
 
     def encode(self) -> bytes:
-        """Returns the frame body."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     def require_compatible(self, other: "Hello", *, same_version: bool, reply: bytes = b"") -> None:
-        """Checks that both sides understand each other.
-
-        The error carries `reply` for the other side.
-
-        Raises:
-            ProtocolMismatchError: If their versions are incompatible.
-            HandshakeError: If the other side is another program.
-        """
+        """Checks that both sides understand each other. The error carries `reply` for the other side."""
         if self.service != other.service:
             raise HandshakeError(f"the other side is {other.service}")
         if self.protocol != other.protocol or (same_version and self.version != other.version):
@@ -137,25 +123,14 @@ class ClientHandshake:
         self._hellos = (b"", b"")
 
     def prove(self, answer: bytes) -> bytes:
-        """Takes the server's hello and returns the proof to send.
-
-        Raises:
-            HandshakeError: If the server is incompatible or has rejected the hello.
-            FrameError: If the answer is malformed.
-        """
+        """Takes the server's hello and returns the proof to send."""
         _raise_refusal(decode_object(answer))
         self._own.require_compatible(Hello.decode(answer), same_version=self._credentials.same_version)
         self._hellos = (self.hello, answer)
         return _encode_proof(self._mac("client proof"))
 
     def finish(self, answer: bytes) -> SessionKeys:
-        """Takes the server's proof and returns the keys.
-
-        Raises:
-            TokenRejectedError: If the server rejects this side's token.
-            InvalidProofError: If the server does not know the token.
-            FrameError: If the answer is malformed.
-        """
+        """Takes the server's proof and returns the keys."""
         _raise_refusal(decode_object(answer))
         if not is_proof(answer, self._mac("server proof")):
             raise InvalidProofError("the server does not know the token")
@@ -178,10 +153,8 @@ class ServerHandshake:
     def receive(self, body: bytes) -> bytes:
         """Takes the next body of the client and returns the body to answer with.
 
-        Raises:
-            HandshakeError: If the client is incompatible or does not know the token. A client learns why from
-                `reply`, if that is not empty.
-            FrameError: If the body is malformed.
+        A client that is incompatible or does not know the token learns why from the error's `reply`, if that is not
+        empty.
         """
         if self._hellos is None:
             client_hello, own_body = Hello.decode(body), self._own.encode()
@@ -208,11 +181,7 @@ def derive_mac(credentials: Credentials, label: str, client_hello: bytes, server
 
 
 def is_proof(body: bytes, expected: bytes) -> bool:
-    """Returns whether a body carries the expected proof, compared in constant time.
-
-    Raises:
-        FrameError: If the body is malformed.
-    """
+    """Returns whether a body carries the expected proof, compared in constant time."""
     proof = decode_object(body).get("proof")
     if not isinstance(proof, str):
         raise FrameError("the message is not a proof of the token")

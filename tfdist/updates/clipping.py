@@ -41,7 +41,7 @@ def clip(held: HeldParts, gradients: Sequence[Any]) -> list[Any]:
         return held.each(lambda gradient: multiplied(gradient, scale), gradients)
     if optimizer.clipvalue and optimizer.clipvalue > 0:
         limit = optimizer.clipvalue
-        return held.each(lambda one: tf.clip_by_value(tf.convert_to_tensor(one), -limit, limit), gradients)
+        return held.each(lambda gradient: tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit), gradients)
     return list(gradients)
 
 

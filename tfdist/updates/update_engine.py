@@ -5,9 +5,11 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import divided, multiplied, zeros_unless
+from tfdist.collectives.all_reduce import ReductionContext
+from tfdist.compression.gradient_tensors import all_finite, divided, multiplied, with_shape, zeros_unless
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
+from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
+from tfdist.tensorflow_internals.shared_operations import shared_operations
 
 # Takes a function that updates, and the sums that it updates by; calls the function.
 Around = Callable[[Callable[[], None], Sequence[Any]], None]
@@ -66,7 +68,7 @@ def run_micro_step(
         return _apply(held, gradients, 1, around)
     if held.exchanges_micro_steps and update.loss_scale is not None:
         scale = update.loss_scale.value  # Accumulators hold scaled gradients, and the exchange has divided by it.
-        gradients = held.each(lambda one: multiplied(one, scale), gradients)
+        gradients = held.each(lambda gradient: multiplied(gradient, scale), gradients)
 
     def finish() -> None:
         totals = held.each(_added, held.accumulators, gradients)
@@ -78,7 +80,7 @@ def run_micro_step(
         if contributes is None:
             held.write(_add, gradients)
         elif tf.executing_eagerly():  # without a graph, replicas write together, also those without samples
-            held.write(_add, held.each(lambda one: zeros_unless(contributes, one), gradients))
+            held.write(_add, held.each(lambda gradient: zeros_unless(contributes, gradient), gradients))
         else:
             tf.cond(contributes, lambda: held.write(_add, gradients), lambda: None)
 
@@ -168,3 +170,48 @@ def _like(accumulator: tf.Variable, gradient: tf.Tensor) -> tf.Tensor:
     """Returns a gradient in the dtype and shape of its accumulator; parts may be flat."""
     same = gradient if gradient.shape == accumulator.shape else tf.reshape(gradient, accumulator.shape)
     return tf.cast(same, accumulator.dtype)
+
+
+class WholeUpdate:
+    """The `HeldUpdate` of one optimizer on one replica, in the replica context.
+
+    Clipping is Keras' own, so that it equals that of one process to the bit, and that users can override it.
+    """
+
+    is_whole = True
+    exchanges_micro_steps = False
+
+    def __init__(self, update: OptimizerUpdate, context: ReductionContext, compiles: bool | None) -> None:
+        """Updates variables that have a gradient. For `compiles` see `OptimizerUpdate.clip_and_apply`."""
+        self.update, self._context, self._compiles = update, context, compiles
+
+    @property
+    def accumulators(self) -> Sequence[tf.Variable]:
+        return self.update.accumulators
+
+    def exchange(self, gradients: Sequence[Any], divisor: Any, contributes: tf.Tensor | None) -> list[Any]:
+        if contributes is not None and tf.executing_eagerly():
+            # Eager replicas reduce in a merge call, where a replica's own condition is not known.
+            gradients, contributes = [zeros_unless(contributes, gradient) for gradient in gradients], None
+        if divisor is not None:
+            gradients = [divided(gradient, divisor) for gradient in gradients]
+        gradients = [with_shape(gradient, shape) for gradient, shape in zip(gradients, self.update.shapes, strict=True)]
+        with self._context.of_gradients(contributes, self.update.paths), shared_operations():
+            return self._summed(gradients)
+
+    def each(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
+        return [function(*of_gradient) for of_gradient in zip(*values, strict=True)]
+
+    def write(self, function: Callable[..., Any], *values: Sequence[Any]) -> None:
+        update = self.update.strategy.extended.update
+        for accumulator, *of_accumulator in zip(self.accumulators, *values, strict=True):
+            update(accumulator, function, args=tuple(of_accumulator), group=False)
+
+    def all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
+        return all_finite(gradients)  # sums are bit-identical on all replicas, so this is known without an exchange
+
+    def clip_and_apply(self, gradients: Sequence[Any]) -> None:
+        self.update.clip_and_apply(gradients, self._compiles)
+
+    def _summed(self, gradients: Sequence[Any]) -> list[Any]:
+        return sum_over_replicas(gradients)

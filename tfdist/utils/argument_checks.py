@@ -40,9 +40,6 @@ def is_number(value: Any, *, at_least: float) -> bool:
 def check_whole_number(name: str, value: Any, *, at_least: int, example: int | None = None) -> None:
     """Checks an argument that is a whole number.
 
-    Raises:
-        ValueError: If `value` is not an integer, is a bool, or is too small.
-
     >>> check_whole_number("workers", 2.5, at_least=1)
     Traceback (most recent call last):
         ...
@@ -57,11 +54,7 @@ def check_whole_number(name: str, value: Any, *, at_least: int, example: int | N
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Checks an argument that is a duration.
-
-    Raises:
-        ValueError: If `value` is not a finite number of at least 0.
-    """
+    """Checks an argument that is a duration."""
     if not is_number(value, at_least=0):
         raise ValueError(
             f"Invalid `{name}`. Received: {name}={_shortened(value)}. Expected: a finite number of seconds of at "
@@ -70,11 +63,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Checks an argument `seed`.
-
-    Raises:
-        ValueError: If it is not a whole number from 0 to `MAX_SEED`.
-    """
+    """Checks an argument `seed`."""
     if not is_whole_number(seed, at_least=0) or seed > MAX_SEED:
         raise ValueError(
             f"Invalid `seed`. Received: seed={_shortened(seed)}. Expected: a whole number from 0 to {MAX_SEED}, or "
@@ -134,11 +123,7 @@ def seconds(*, may_be_zero: bool = True, example: float) -> Callable[[str], floa
 
 
 def required_variable(environ: Mapping[str, str], name: str, *, remedy: str) -> str:
-    """Returns a variable.
-
-    Raises:
-        ValueError: If it is missing or empty.
-    """
+    """Returns a variable, which must not be missing or empty."""
     value = environ.get(name, "").strip()
     if not value:
         raise ValueError(
@@ -149,11 +134,7 @@ def required_variable(environ: Mapping[str, str], name: str, *, remedy: str) -> 
 
 
 def integer_variable(environ: Mapping[str, str], name: str, *, remedy: str) -> int:
-    """Returns a variable as an integer.
-
-    Raises:
-        ValueError: If it is missing, or not an integer of at least 0.
-    """
+    """Returns a variable, which must not be missing, as an integer of at least 0."""
     value = required_variable(environ, name, remedy=remedy)
     if not (value.isascii() and value.isdigit()):
         raise ValueError(

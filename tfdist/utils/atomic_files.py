@@ -19,11 +19,7 @@ def is_local(path: Any) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Forces the content of a file, or the entries of a directory, to the disk.
-
-    Raises:
-        OSError: If the disk or the network file system could not store them.
-    """
+    """Forces the content of a file, or the entries of a directory, to the disk; raises an OSError if it cannot."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,11 +44,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
     """Opens a temporary file that replaces `path` when the block ends without an exception.
 
     Readers see the old file or the complete new one. If the block raises, the temporary file is removed. Several
-    processes may replace the same path at the same time.
-
-    Args:
-        path: The file to create or replace, in an existing directory.
-        durable: Whether to flush the content to the disk before the file is renamed.
+    processes may replace the same path at the same time. What is `durable` is flushed to the disk before it is renamed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -88,9 +80,6 @@ def replacing_all(path: str) -> Iterator[str]:
     For writers that take a path themselves. What they write may be a file, a directory, or several files whose names
     begin with that of `path`. Readers see each file as it was before or complete. Several processes may do this for the
     same path at the same time.
-
-    Args:
-        path: A path in an existing directory of a file system.
 
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     with replacing_all(os.path.join(directory, "state")) as unfinished:

@@ -8,17 +8,8 @@ _SLACK = 0.05  # how much larger than necessary the largest cost may be, to send
 def balanced_starts(costs: Sequence[int], stages: int, sent: Sequence[int] | None = None) -> list[int]:
     """Returns where stages begin so that the largest sum of costs of a stage is as small as possible, the others even.
 
-    Args:
-        costs: The cost at each position, at least 0.
-        stages: The number of contiguous parts; none is empty.
-        sent: How much a cut before each position sends. If it is given, the cuts send as little as possible while the
-            largest cost is at most 5 % above the smallest possible one.
-
-    Returns:
-        `stages` positions, the first of them 0.
-
-    Raises:
-        ValueError: There are fewer costs than stages.
+    The stages are contiguous, and none is empty; the first begins at 0. If it is given how much a cut before each
+    position has `sent`, they send as little as possible while the largest cost is at most 5 % above the smallest one.
 
     >>> balanced_starts([5, 1, 1, 1, 4, 4], 3)
     [0, 2, 5]

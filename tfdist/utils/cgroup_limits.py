@@ -12,10 +12,7 @@ _V1_MOUNTS = {"cpu": ("cpu", "cpu,cpuacct"), "memory": ("memory",)}
 
 
 def cpu_quotas(root: Path = Path("/")) -> list[float]:
-    """Returns the CPU quotas, in cores, of this process's groups and all their parents.
-
-    `root` is the directory that contains `proc` and `sys`.
-    """
+    """Returns the CPU quotas, in cores, of this process's groups and all their parents; `root` has `proc` and `sys`."""
     quotas = []
     for is_v2, group in _groups(root, "cpu"):
         if is_v2:
@@ -28,10 +25,7 @@ def cpu_quotas(root: Path = Path("/")) -> list[float]:
 
 
 def available_memory(root: Path = Path("/")) -> list[int]:
-    """Returns the memory, in bytes, that this process's groups and all their parents have left.
-
-    File caches that the kernel can reclaim count as available.
-    """
+    """Returns the bytes that this process's groups and all their parents have left; reclaimable file caches count."""
     available = []
     for is_v2, group in _groups(root, "memory"):
         limit = _read(group / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
@@ -45,10 +39,7 @@ def available_memory(root: Path = Path("/")) -> list[int]:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the memory that new processes can get: the free memory of the machine and of the cgroups.
-
-    None if it is not known. `root` contains `proc` and `sys`.
-    """
+    """Returns the memory that new processes can get: what the machine and the cgroups have left; None: not known."""
     fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     words = fields.get("MemAvailable", "").split()
     limits = [1024 * int(words[0])] if words and words[0].isdigit() else []

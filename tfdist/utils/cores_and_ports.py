@@ -1,7 +1,8 @@
-"""The CPU cores and TCP ports of this host, and how the workers share them."""
+"""The CPU cores and TCP ports of this host, how the workers share them, and the addresses at which they listen."""
 
 import contextlib
 import errno
+import ipaddress
 import os
 import secrets
 import socket
@@ -25,14 +26,10 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 class ThreadShare:
-    """The number of threads of each process.
+    """The number of threads of each of some processes, which share usable cores.
 
-    Args:
-        processes: Number of processes that share the cores.
-        cores: Number of usable cores.
-        chosen: Threads of each process if the user set it; takes precedence over the environment.
-        environ: The launcher's environment. Variables that it sets already stay.
-        who: The processes, for messages; empty: workers.
+    A number that the user has chosen takes precedence over the launcher's environment, whose variables stay otherwise.
+    `who` are the processes, for messages; empty: workers.
 
     >>> share = ThreadShare(2, 4, None, {"OMP_NUM_THREADS": "1"})
     >>> share.environment()
@@ -55,7 +52,6 @@ class ThreadShare:
         return {name: str(count) for name, count in least.items()}
 
     def describe(self) -> str:
-        """Returns the message for the user."""
         share = f"{counted(self._threads, 'thread')} each"
         if self._kept:
             variables = ", ".join(f"{name}={value}" for name, value in self._kept.items())
@@ -82,6 +78,35 @@ def _bind(holder: socket.socket) -> None:
             if error.errno != errno.EADDRINUSE:
                 raise
     holder.bind(("", 0))
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns the parts of a `host:port`.
+
+    >>> host_and_port("node0:2222"), host_and_port("[::1]:2222")
+    (('node0', 2222), ('::1', 2222))
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is known to be this one by its name or address.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("node7")
+    (True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen_on_all_interfaces(port: int, *, backlog: int | None = None) -> socket.socket:
+    """Returns a socket that listens where TensorFlow's server does: on all interfaces, IPv6 and IPv4."""
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=has_both)
 
 
 @contextlib.contextmanager

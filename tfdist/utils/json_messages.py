@@ -5,17 +5,10 @@ from typing import Any
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object that `data` encodes.
-
-    Raises:
-        ValueError: If `data` is anything else.
+    """Returns the JSON object that `data` encodes; raises a ValueError for anything else.
 
     >>> json_object(b'{"alive": true}')
     {'alive': True}
-    >>> json_object(b"[1]")
-    Traceback (most recent call last):
-        ...
-    ValueError: not a JSON object
     """
     try:
         message = json.loads(data)

@@ -25,9 +25,6 @@ def to_json(
         name: The name of the value in errors.
         compact: Whether arrays, and long tuples of unsigned 32-bit numbers, become base64 text.
 
-    Raises:
-        ValueError: If `value` is anything else.
-
     >>> to_json({"best": 0.5, "seen": (1, float("inf"))})
     {'dict': {'best': 0.5, 'seen': {'tuple': [1, {'float': 'inf'}]}}}
     >>> from_json(to_json({"best": 0.5, "seen": (1, float("inf"))}))

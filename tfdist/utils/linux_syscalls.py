@@ -16,11 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
-    """Moves this process into new namespaces.
-
-    Raises:
-        OSError: If the system does not permit it.
-    """
+    """Moves this process into new namespaces; raises an OSError if the system does not permit it."""
     if _libc.unshare(flags) != 0:
         raise _error("unshare")
 
@@ -41,9 +37,7 @@ def become_subreaper() -> None:
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
     """Has the kernel send a signal to this process when the *thread* that forked it ends.
 
-    Args:
-        parent_pid: The process that forked this one. If it is gone already, the signal comes at once.
-        number: The signal.
+    If `parent_pid`, the process that forked this one, is gone already, the signal comes at once.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     # If the parent died before the call, the signal never comes.

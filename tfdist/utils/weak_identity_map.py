@@ -33,5 +33,4 @@ class WeakIdentityMap(Generic[_Value]):
         return None if entry is None else entry[1]
 
     def __contains__(self, key: Any) -> bool:
-        """Whether an object has a value."""
         return id(key) in self._entries

@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task
 from tfdist.doctor import link_measurement
-from tfdist.launch.cli.plan_network import measured_link
+from tfdist.launch.cli.plan_execution import measured_link
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ReservedPorts
 

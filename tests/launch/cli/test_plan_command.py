@@ -7,13 +7,14 @@ import json
 import pytest
 from planned_programs import program
 
-from tfdist.launch.cli import plan_command, plan_network
+from tfdist.launch.cli import plan_command, plan_execution
 from tfdist.launch.cli.main import add_command, main
-from tfdist.launch.cli.plan_command import link, memory_bytes
+from tfdist.launch.cli.plan_command import memory_bytes
 from tfdist.launch.cli.plan_execution import METHODS
-from tfdist.planning.link_costs import Link
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE
 from tfdist.planning.plans import PlanFile
+from tfdist.planning.topology import parse_link
 from tfdist.probe.run_probe import ProbeError
 from tfdist.utils.argument_checks import UsageError
 
@@ -22,7 +23,7 @@ from tfdist.utils.argument_checks import UsageError
 def script(tmp_path, monkeypatch):
     for name in ("TF_CONFIG", "SLURM_JOB_ID", "SLURM_PROCID", "TFDIST_NUM_WORKERS", "TFDIST_SERVICE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plan_network, "usable_cores", lambda: 2)
+    monkeypatch.setattr(plan_execution, "usable_cores", lambda: 2)
     path = tmp_path / "train.py"
     path.write_text("raise AssertionError('the script was run')")
     return str(path)
@@ -61,7 +62,7 @@ def test_plans_for_each_number_of_workers(script, capsys, tmp_path):
     assert probe.calls == [([script, "--epochs", "3"], measured)]
     found = PlanFile.read(file)
     assert {one.workers for one in found.plans} == {2, 8}
-    assert found.link == {"bytes_per_second": link("1gbit").bytes_per_second, "latency_seconds": 1e-4}
+    assert found.link == {"bytes_per_second": parse_link("1gbit").bytes_per_second, "latency_seconds": 1e-4}
     keys = "strategy compression exact step_seconds samples_per_second memory_bytes wire_bytes reason code"
     assert set(keys.split()) <= set(json.loads(file.read_text())["plans"][0])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "train.py"]
@@ -110,10 +111,10 @@ def test_workers_on_this_machine_share_its_memory(script, capsys):
 def test_in_a_cluster_links_are_measured(script, monkeypatch, capsys):
     config = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: Link(5e6, 0.002))
+    monkeypatch.setattr(plan_execution, "measured_link", lambda *_: LinkSpeed(5e6, 0.002))
     assert plan(script) == 0
     assert "3 workers, each with 40.0 Mbit/s and 2.00 ms" in capsys.readouterr().out
-    monkeypatch.setattr(plan_network, "measured_link", lambda *_: None)
+    monkeypatch.setattr(plan_execution, "measured_link", lambda *_: None)
     probe = Probe()
     assert plan(script, probe=probe) == 0  # another task plans
     assert not probe.calls and "the first task of the cluster shows the plans" in capsys.readouterr().err
@@ -137,8 +138,11 @@ def test_a_program_that_cannot_be_measured(script, capsys):
         (["--link", "0gbit", "train.py"], "Invalid rate of a link. Received: '0gbit'."),
         (["--link", "1gbit,-1ms", "train.py"], "Invalid duration. Received: '-1ms'."),
         (["--link", "1", "train.py"], "Invalid rate of a link. Received: '1'."),
+        (["--link", "1gbit,1ms,2ms", "train.py"], "Invalid link. Received: '1gbit,1ms,2ms'."),
         (["--workers", "0", "train.py"], "Invalid numbers of workers. Received: '0'."),
+        (["--workers", "8..2", "train.py"], "Invalid numbers of workers. Received: '8..2'."),
         (["--memory", "16", "train.py"], "Invalid size of a memory. Received: '16'."),
+        (["--memory", "0GB", "train.py"], "Invalid size of a memory. Received: '0GB'."),
         (["--speeds", "1,0", "train.py"], "Invalid speeds of workers. Received: '1,0'."),
         (["--devices", "0", "train.py"], "Invalid number. Received: '0'."),
         ([], "Either a program is measured, or earlier measurements are used. Received: no script and no --probe."),
@@ -187,7 +191,7 @@ def test_measurements_without_compression(script, capsys):
 
 def test_units():
     assert memory_bytes("1.5GB") == 1_500_000_000 and memory_bytes("512MiB") == 512 * 2**20
-    assert link("300mbit,0.5ms").latency_seconds == 0.0005
+    assert parse_link("300mbit, 0.5ms").latency_seconds == 0.0005 and parse_link("1gbit,").latency_seconds == 0.0
 
 
 def test_missing_measurements_of_xla_are_named(script, capsys):

@@ -8,7 +8,8 @@ from notebook_cells import forget_clusters
 from written_plans import plan, write_plans
 
 from tfdist.launch import WorkerError, from_notebook, plan_from_notebook
-from tfdist.launch.notebook import plan_from_notebook as module
+from tfdist.launch import notebook as module
+from tfdist.launch.function_call.launcher_process import LauncherProcess
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
 TABLE = "2 workers; the best 1 of 1 plan\n\n1. data parallel\n     strategy = S()\n     $ tfdist run --workers 2 x.py\n"
@@ -43,8 +44,11 @@ def commands(monkeypatch):
             write_plans(module.Path(self.arguments[self.arguments.index("--json") + 1]), plan(), plan(workers=4))
             return self.code
 
+    def launcher_of(arguments, **options):
+        return (Launcher if arguments[0] == "plan" else LauncherProcess)(arguments, **options)
+
     Launcher.seen = []
-    monkeypatch.setattr(module, "LauncherProcess", Launcher)
+    monkeypatch.setattr(module, "LauncherProcess", launcher_of)
     return Launcher
 
 

@@ -2,8 +2,8 @@
 
 import json
 
-from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
+from tfdist.launch.run_spec import run_roles
 
 BOTH = {0: False, 1: False}
 
@@ -14,7 +14,7 @@ class Watch:
     def __init__(self, heartbeat_timeout=10.0, stall_timeout=60.0):
         self.now = 1000.0
         self.monitor = HeartbeatMonitor(
-            worker_roles(2),
+            run_roles(2),
             now=self.now,
             heartbeat_timeout_seconds=heartbeat_timeout,
             stall_timeout_seconds=stall_timeout,

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from role_runs import of
 
-from tfdist.launch.processes.network_namespace import Network
+from tfdist.launch.processes import network_namespace
 
 SERVE = """
     import socket
@@ -140,6 +140,9 @@ def test_host_needs_no_permission(run):
     assert not any("warning" in line for line in ended.said)
 
 
-def test_descriptions():
-    assert "warning" in Network(is_private=False, denial="no").describe()
-    assert "warning" not in Network(is_private=False).describe()
+def test_descriptions(monkeypatch):
+    monkeypatch.setattr(network_namespace, "_denial", lambda: "no")
+    assert "warning" in network_namespace.choose_network("auto", has_servers=True)
+    assert "host network" in (said := network_namespace.choose_network("host", has_servers=True))
+    assert "warning" not in said
+    assert network_namespace.choose_network("auto", has_servers=False) == ""

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed, WorkerOutput
+from tfdist.launch.run_spec import run_roles
 from tfdist.utils.argument_checks import UsageError
 
 TIME_LIMIT = 240
@@ -104,8 +104,9 @@ def test_log_files_of_a_later_attempt_are_continued(tmp_path):
     for rank in range(3):
         (tmp_path / f"rank-{rank}.log").write_text("earlier run\n")
     logs = LogFiles(tmp_path)
-    for attempt, first, number in ((0, 0, 1), (1, 1, 1), (2, 0, 2)):
-        for rank, file in logs.open(worker_roles(number, first), attempt=attempt).items():
+    roles = run_roles(2)
+    for attempt, ranks in enumerate(([0], [1], [0, 1])):
+        for rank, file in logs.open({rank: roles[rank] for rank in ranks}, attempt=attempt).items():
             file.write(f"output {rank}\n".encode())
     logs.close()
     texts = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(3)]

@@ -5,11 +5,11 @@ import socket
 import types
 
 import pytest
+from replaced_clocks import set_clock
 
 from tfdist.launch.processes import run_policy
-from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.processes.run_policy import SingleNodePolicy
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_spec import RunSpec
 
@@ -64,8 +64,7 @@ def test_smaller_attempt(policy, signals):
 
 def test_delay_counts_from_the_failure(monkeypatch, said, signals):
     """It runs while the other workers are ended."""
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(run_policy, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    clock = set_clock(monkeypatch, run_policy)
     waited = []
 
     def select(readers, writers, errors, seconds):
@@ -86,14 +85,14 @@ def test_signal_before_a_restart(policy, signals):
     policy.next_attempt(signals)
     policy.attempt_ended(failed(0), signals)
     signals.received.append(15)
-    assert policy.next_attempt(signals) == RunEnd(143)
+    assert policy.next_attempt(signals) == 143
 
 
 def test_signal_during_a_failure_leads_to_no_restart(policy, signals, said):
     policy.next_attempt(signals)
     signals.received.append(15)
     policy.attempt_ended(failed(0, 3), signals)
-    assert policy.next_attempt(signals) == RunEnd(3)
+    assert policy.next_attempt(signals) == 3
     assert not any(line.startswith("restart") for line in said)
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tfdist.launch.process_roles import parameter_server_roles, worker_roles
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.processes.run_status import RunStatus
+from tfdist.launch.run_spec import run_roles
 
 
 class Run:
@@ -16,7 +16,7 @@ class Run:
         self.status, self.workers = RunStatus(workers), workers
 
     def begin(self, attempt=0, roles=None, now=0.0):
-        roles = worker_roles(self.workers) if roles is None else roles
+        roles = run_roles(self.workers) if roles is None else roles
         self.monitor = HeartbeatMonitor(
             roles,
             now=now,
@@ -60,7 +60,7 @@ def test_restarts_and_missing_workers_are_in_the_line_and_the_checkpoint_stays(r
     run.status.line(now=1.0)
     run.begin(1, now=10.0)
     assert run.status.line(now=11.0) == "tfdist: 2 workers · running for 1 s · 1 restart · checkpoint 40, 10 s ago"
-    run.begin(2, worker_roles(1), now=20.0)
+    run.begin(2, run_roles(1), now=20.0)
     run.say(step=41, now=20.0)
     assert run.status.line(now=21.0) == "tfdist: 1 of 2 workers · step 41 · 2 restarts · checkpoint 40, 20 s ago"
 
@@ -104,7 +104,7 @@ def test_checkpoints_are_reported_if_a_restart_skips_a_fit(run):
 
 def test_parameter_servers_are_named():
     run = Run()
-    run.begin(0, parameter_server_roles(2, 1))
+    run.begin(0, run_roles(2, parameter_servers=1))
     run.say(0, step=3)
     assert run.status.line(now=0.0) == "tfdist: 1 chief, 2 workers, 1 parameter server · step 3"
     assert run.status.new_messages(now=0.0) == [
@@ -140,7 +140,7 @@ def test_messages_about_restarts_name_the_workers(run):
     assert run.status.new_messages(now=1.0) == []
     run.say(step=30)
     assert run.status.new_messages(now=2.0) == ["training resumes after step 30 with 2 workers (restart 1)"]
-    run.begin(2, worker_roles(1))
+    run.begin(2, run_roles(1))
     run.say(step=40)
     assert run.status.new_messages(now=3.0) == [
         "training resumes after step 40 with 1 of 2 workers (restart 2, before with 2 workers)"

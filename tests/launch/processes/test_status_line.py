@@ -8,7 +8,7 @@ import pytest
 from terminal import Terminal, screen
 
 from tfdist.launch.processes.output import Console
-from tfdist.launch.processes.terminal_lines import StatusLine
+from tfdist.launch.processes.run_status import StatusLine
 
 NEVER_JUDGED = ("--heartbeat-timeout", "0", "--stall-timeout", "0")
 

@@ -4,11 +4,11 @@ import signal
 
 import pytest
 
-from tfdist.launch.process_roles import parameter_server_roles
 from tfdist.launch.processes import worker_group
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
+from tfdist.launch.run_spec import run_roles
 
-CHIEF, WORKER, SERVER = parameter_server_roles(1, 1).values()
+CHIEF, WORKER, SERVER = run_roles(1, parameter_servers=1).values()
 
 
 class Process:

@@ -1,6 +1,6 @@
 """A coordinator and its nodes, without sockets and clocks."""
 
-from tfdist.launch.rendezvous.coordinator import Coordinator
+from tfdist.launch.rendezvous.coordinator import RunCoordinator
 from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.transport_errors import ConnectionClosedError
 
@@ -55,7 +55,7 @@ class Hosts:
             run_seed=7,
         )
         self.now = 0.0
-        self.coordinator = Coordinator(self.spec, now=0.0)
+        self.coordinator = RunCoordinator(self.spec, now=0.0)
         self.connections, self.nodes = {}, {}
 
     def join(self, rank, *, workers=1, address="127.0.0.1", seen_as="127.0.0.1", **changed):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tfdist.launch.rendezvous.coordinator_process import rendezvous_credentials
-from tfdist.launch.rendezvous.join_run import connect_to_coordinator
+from tfdist.launch.rendezvous.node_client import connect_to_coordinator
 from tfdist.transport import nonblocking_connection as connections
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
 from tfdist.transport.handshake import Hello, ServerHandshake

@@ -6,10 +6,9 @@ import socket
 import pytest
 
 from tfdist.launch.processes.output import Console
-from tfdist.launch.processes.run_policy import RunEnd, ShutdownOrder
+from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.node_client import NodeClient
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.transport.handshake import SessionKeys
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 
@@ -107,7 +106,7 @@ def test_malformed_message_of_the_coordinator(ends, message):
     coordinator.send(message)
     client.poll()
     assert not client.is_connected and client.shutdown_order.reason.startswith("the rendezvous was lost")
-    assert client.next_attempt(signals=None) == RunEnd(69)
+    assert client.next_attempt(signals=None) == 69
     assert not client.report_lost_peer("why"), "the attempt decides by itself"
 
 
@@ -117,7 +116,7 @@ def test_end_of_the_run_right_before_the_close(ends):
     coordinator.close()
     client.poll()
     client.poll()
-    assert client.next_attempt(signals=None) == RunEnd(3)
+    assert client.next_attempt(signals=None) == 3
 
 
 class Signals:

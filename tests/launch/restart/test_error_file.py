@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile, error_entry
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, error_entry
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.utils.argument_checks import UsageError
 

@@ -1,12 +1,12 @@
 """Restarts of single workers beside parameter servers."""
 
-from tfdist.launch.process_roles import parameter_server_roles
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import RestartPolicy, WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit
+from tfdist.launch.run_spec import run_roles
 
-ROLES = parameter_server_roles(2, 1)
+ROLES = run_roles(2, parameter_servers=1)
 
 
 def delays(backoff, *lives, rank=1):

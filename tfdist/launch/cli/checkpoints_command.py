@@ -51,11 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Lists, verifies or prunes, and returns the exit code.
-
-    Raises:
-        UsageError: If the command is invalid. Nothing was read or removed then.
-    """
+    """Lists, verifies or prunes, and returns the exit code. After a UsageError nothing was read or removed."""
     # Imported late: NumPy starts threads, and `tfdist run` has to be single-threaded.
     from tfdist.checkpoint import CheckpointError, CheckpointStore
 

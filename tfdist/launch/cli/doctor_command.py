@@ -42,11 +42,7 @@ _PARAMETERS = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Runs the checks, prints the report, and returns the exit code: 1 if an error was found on any task.
-
-    Raises:
-        UsageError: If the command is invalid. Nothing was checked then.
-    """
+    """Runs the checks, prints the report, and returns the exit code. After a UsageError nothing was checked."""
     # Imported late: `tfdist run` does not need them.
     from tfdist.doctor.check_context import CheckContext, workers_on_own_host
     from tfdist.doctor.check_runner import run_checks
@@ -152,9 +148,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def parameters(text: str) -> int:
     """Parses a number of parameters.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is invalid.
 
     >>> parameters("25M"), parameters("1.5G"), parameters("1000")
     (25000000, 1500000000, 1000)

@@ -6,16 +6,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import Measurements
 from tfdist.planning.simulation import STRONG, WEAK, FailureCosts, FindPlans, SimulatedCluster, Simulation, simulate
 from tfdist.planning.simulation_report import check_picture, draw
-from tfdist.planning.topology import parse_topology
-from tfdist.planning.units import bits_per_second, duration_seconds, positive_seconds, worker_numbers
+from tfdist.planning.topology import duration_seconds, parse_link, parse_topology
 from tfdist.utils.argument_checks import UsageError, seconds, whole_number
 
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
+_MOST_WORKERS = 2**20
 _MOST_PARTS = 64  # the smallest batch that is measured has a 64th of the rows
 _DEPENDENT = ("topology", "scaling", "sharded_files", "picture", "mtbf", "restart_time", "price_per_hour")
 
@@ -45,11 +44,7 @@ the script are passed to it."""
 
 
 def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | None = None) -> int:
-    """Measures, prints the plans, and returns the exit code.
-
-    Raises:
-        UsageError: The command or the environment is invalid. Nothing was measured or written then.
-    """
+    """Measures, prints the plans, and returns the exit code. After a UsageError nothing was measured or written."""
     # Imported late: other commands do not need them.
     from tfdist.launch.cli.plan_execution import measure_and_plan
     from tfdist.probe.run_probe import measure as measure_program
@@ -68,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        type=link,
+        type=parse_link,
         metavar="RATE[,LATENCY]",
         help="the Ethernet link of each worker: its nominal rate in kbit, mbit or gbit a second, and the delay of one "
         "direction in us, ms or s, for example 1gbit,0.1ms (default: all workers on this machine)",
@@ -131,18 +126,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script ...", help="the program, and its arguments")
 
 
-def link(text: str) -> Link:
-    """Parses `--link`, and returns what TCP gets of an Ethernet link.
+def worker_numbers(text: str) -> tuple[int, ...]:
+    """Parses numbers of workers: a list, or a range, which stands for both ends and the powers of two between them.
 
-    >>> parsed = link("1gbit,0.1ms")
-    >>> round(8 * parsed.bytes_per_second / 1e6), parsed.latency_seconds
-    (941, 0.0001)
-
-    Raises:
-        argparse.ArgumentTypeError: A part is invalid, or the rate is 0.
+    >>> worker_numbers("2,8,64"), worker_numbers("3..20")
+    ((2, 8, 64), (3, 4, 8, 16, 20))
     """
-    rate, _, latency = text.partition(",")
-    return Link.ethernet(bits_per_second(rate.strip()), duration_seconds(latency.strip()) if latency else 0.0)
+    match = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text)
+    if match:
+        low, high = int(match[1]), int(match[2])
+        powers = {2**power for power in range(high.bit_length()) if low <= 2**power <= high}
+        numbers = sorted(powers | {low, high}) if low <= high else []
+    elif re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        numbers = sorted({int(part) for part in text.split(",")})
+    else:
+        numbers = []
+    if not numbers or not 1 <= numbers[0] <= numbers[-1] <= _MOST_WORKERS:
+        raise argparse.ArgumentTypeError(
+            f"Invalid numbers of workers. Received: {text!r}. Expected: numbers from 1 to {_MOST_WORKERS}, separated "
+            "by commas, or a range such as 2..4096, the larger number last."
+        )
+    return tuple(numbers)
 
 
 def relative_speeds(text: str) -> tuple[float, ...]:
@@ -150,9 +154,6 @@ def relative_speeds(text: str) -> tuple[float, ...]:
 
     >>> relative_speeds("1,1,0.5")
     (1.0, 1.0, 0.5)
-
-    Raises:
-        argparse.ArgumentTypeError: A speed is not a number above 0.
     """
     try:
         speeds = tuple(map(float, text.split(",")))
@@ -171,14 +172,6 @@ def memory_bytes(text: str) -> int:
 
     >>> memory_bytes("16GiB"), memory_bytes("1.5GB")
     (17179869184, 1500000000)
-    >>> memory_bytes("0GB")
-    Traceback (most recent call last):
-        ...
-    argparse.ArgumentTypeError: Invalid size of a memory. Received: '0GB'. Expected: a number above 0 and a unit of kB,
-    MB, GB, KiB, MiB, GiB, for example 16GiB.
-
-    Raises:
-        argparse.ArgumentTypeError: It is invalid.
     """
     match = _MEMORY.fullmatch(text.strip().lower())
     size = int(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0
@@ -191,7 +184,6 @@ def memory_bytes(text: str) -> int:
 
 
 def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `--simulate`."""
     group = parser.add_argument_group("simulation", "clusters that you do not have")
     group.add_argument(
         "--simulate",
@@ -220,7 +212,7 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw the simulation as .svg, .png or .pdf")
     group.add_argument(
         "--mtbf",
-        type=positive_seconds,
+        type=_positive_seconds,
         metavar="TIME",
         help="mean time between two failures of a host, for example 30d: adds the best time between two saves, and the "
         "goodput",
@@ -241,11 +233,7 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_simulation_options(options: argparse.Namespace) -> None:
-    """Checks the options, before anything is measured.
-
-    Raises:
-        UsageError: Options are missing, without effect, or a picture cannot be drawn.
-    """
+    """Checks that no option is missing or without effect, before anything is measured (UsageError)."""
     dependent_options = [
         f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)
     ]
@@ -315,6 +303,16 @@ def simulated(options: argparse.Namespace, measured: Measurements, find_plans: F
     if options.picture is not None and simulation.points:
         draw(simulation, options.picture)
     return simulation
+
+
+def _positive_seconds(text: str) -> float:
+    """Parses a duration that is not 0."""
+    seconds = duration_seconds(text)
+    if seconds == 0:
+        raise argparse.ArgumentTypeError(
+            f"The duration is 0. Received: {text!r}. Expected: more than 0, for example 30d."
+        )
+    return seconds
 
 
 def _price(text: str) -> float:

@@ -6,21 +6,23 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tfdist import cluster
+from tfdist.cluster import ClusterConfig
 from tfdist.launch.cli.plan_command import check_simulation_options, probed_workers, simulated
-from tfdist.launch.cli.plan_network import LOOPBACK, conditions_of, network_of
-from tfdist.planning.link_costs import Link
+from tfdist.planning.cost_terms import Conditions, on_shared_cores
+from tfdist.planning.link_costs import LinkSpeed
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
 from tfdist.planning.simulation_report import simulation_text
-from tfdist.planning.step_costs import on_shared_cores
 from tfdist.probe.run_probe import ProbeError
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.cores_and_ports import usable_cores
 from tfdist.utils.formatting import counted, format_bytes
 
 METHODS = ("int8", "powersgd:4", "bf16", "int4", "topk:0.01", "powersgd:1", "sign", "randomk:0.01", "fp8", "fp16")
@@ -28,18 +30,17 @@ METHODS = ("int8", "powersgd:4", "bf16", "int4", "topk:0.01", "powersgd:1", "sig
 
 _FAILURE_EXIT_CODE = 1
 _SHOWN = 10
+# No limit: what transfers between two processes of one machine cost is in their measured seconds.
+_LOOPBACK = LinkSpeed(bytes_per_second=1e12)
+_TIMEOUT_OF_PEERS = 60.0
 
 
 def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measurements]) -> int:
-    """Measures the program, prints the plans, and returns the exit code.
-
-    Raises:
-        UsageError: The command or the environment is invalid. Nothing was measured or written then.
-    """
+    """Measures the program, prints the plans, and returns the exit code; see `plan_command.execute`."""
     script = options.script[1:] if options.script[:1] == ["--"] else options.script
     _check(options, script)
     earlier = _earlier(options.probe) if options.probe else None
-    network = network_of(options, os.environ, _say)
+    network = _network_of(options)
     if network is None:
         _say("the first task of the cluster shows the plans")
         return 0
@@ -68,7 +69,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
         )
     if options.simulate:
         return _simulate(options, measured)
-    link = network.link or LOOPBACK
+    link = network.link or _LOOPBACK
     plans: list[Plan] = []
     too_large: list[tuple[Plan, int]] = []
     for workers in network.workers:
@@ -78,7 +79,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
                 "Use larger batches."
             )
             continue
-        conditions = conditions_of(options, measured, link, workers, shares_memory=network.link is None)
+        conditions = _conditions_of(options, measured, link, workers, shares_memory=network.link is None)
         search_result = find_plans(
             measured if network.link else on_shared_cores(measured, workers), conditions, workers
         )
@@ -103,8 +104,8 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
 
 
 def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
-    def plans_of(program: Measurements, link: Link, workers: int) -> list[Plan]:
-        return find_plans(program, conditions_of(options, program, link, workers, shares_memory=False), workers).plans
+    def plans_of(program: Measurements, link: LinkSpeed, workers: int) -> list[Plan]:
+        return find_plans(program, _conditions_of(options, program, link, workers, shares_memory=False), workers).plans
 
     simulation = simulated(options, measured, plans_of)
     print(simulation_text(simulation))
@@ -175,3 +176,87 @@ def _nothing_fits(too_large: list[tuple[Plan, int]]) -> str:
 
 def _say(text: str) -> None:
     print(f"tfdist plan: {text}", file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlannedNetwork:
+    """Where the workers are, and what each of them has."""
+
+    workers: tuple[int, ...]  # their numbers
+    link: LinkSpeed | None  # the connection of each; None: they are on this machine, and share its cores and its memory
+    cores: int  # cores of each
+    cluster: str = ""  # what describes the cluster whose tasks they are: "Slurm", for example; empty: none
+
+
+def _network_of(options: argparse.Namespace) -> _PlannedNetwork | None:
+    """Returns where the workers are, or None in a task of a cluster that does not plan; measures a cluster's links."""
+    cores = usable_cores()
+    if options.simulate:
+        return _PlannedNetwork(options.workers, options.topology.port, options.cores_per_worker or cores)
+    try:
+        config = cluster.detect()
+    except ValueError as error:
+        raise UsageError(f"{error} Or unset it, and describe the network by --link.") from error
+    if config is not None and options.link is None and len(config.cluster.workers) > 1:
+        from tfdist.doctor.check_context import workers_on_own_host
+
+        link = measured_link(config, os.environ, cores, _TIMEOUT_OF_PEERS, _say)
+        if link is None:
+            return None
+        cores_per_worker = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
+        return _PlannedNetwork(options.workers or (len(config.cluster.workers),), link, cores_per_worker, config.source)
+    if options.link is not None:
+        return _PlannedNetwork(
+            options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores
+        )
+    workers = options.workers or tuple(sorted({1, cores}))
+    return _PlannedNetwork(workers, None, options.cores_per_worker or max(cores // max(workers), 1))
+
+
+def _conditions_of(
+    options: argparse.Namespace, measured: Measurements, link: LinkSpeed, workers: int, *, shares_memory: bool
+) -> Conditions:
+    machine_memory_bytes = measured.machine.memory_bytes
+    if options.memory is None and not machine_memory_bytes:
+        raise UsageError(
+            "The memory of this machine is not known. Received: no --memory, on a system without /proc/meminfo. "
+            "Expected: the memory of a worker, for example --memory 16GiB."
+        )
+    return Conditions(
+        link,
+        options.memory or (machine_memory_bytes // workers if shares_memory else machine_memory_bytes),
+        cores=measured.machine.cores_per_worker,
+        devices=options.devices,
+        allow_compression=options.allow_compression,
+        allow_local_updates=options.allow_local_updates,
+        speeds=options.speeds if len(options.speeds) == workers else (),
+    )
+
+
+def measured_link(
+    config: ClusterConfig, environ: Mapping[str, str], cores: int, timeout_seconds: float, say: Callable[[str], None]
+) -> LinkSpeed | None:
+    """Measures all links with the other tasks; returns the slowest, or None where another task plans.
+
+    Exchanges wait for the slowest link, so its bandwidth is the smallest of both directions of all links, and its
+    latency half of the longest round trip.
+    """
+    # Imported late: other commands do not need them.
+    from tfdist.doctor.check_context import CheckContext
+    from tfdist.doctor.check_runner import run_checks
+    from tfdist.doctor.link_measurement import slowest_link
+    from tfdist.doctor.member_task import ReportSummary
+
+    context = CheckContext(environ, cores, config)
+    result = run_checks(context, timeout_seconds=timeout_seconds, say=say, checks=())
+    if isinstance(result, ReportSummary):
+        return None
+    link = slowest_link(result.links)
+    errors = [finding.found for finding in result.findings if finding.level == "error"]
+    if errors or link is None:
+        raise UsageError(
+            f"The links between the tasks cannot be measured. Received: {'; '.join(errors) or 'no measured link'}. "
+            "Expected: tfdist plan runs as every task of the cluster at the same time. Start it as each of them "
+            "(tfdist doctor finds what is wrong), or give --link without a cluster."
+        )
+    return link

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from tfdist import cluster
 from tfdist.cluster.slurm import is_outside_allocation
 from tfdist.launch.cli.run_options import apply_plan, read_node_options, start_timeout
-from tfdist.launch.process_roles import count_computing, describe_jobs
 from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
 from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
-from tfdist.launch.processes.terminal_lines import StatusLine
+from tfdist.launch.processes.run_status import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
-from tfdist.launch.rendezvous.join_run import join_run
-from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec
+from tfdist.launch.rendezvous.node_client import join_run
+from tfdist.launch.restart.attempt_outcome import ErrorFile
+from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec, count_computing, describe_jobs
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 
@@ -29,12 +28,9 @@ _START_TIMEOUT_VARIABLE = "TFDIST_START_TIMEOUT"
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Runs the workers until the run ends and returns the exit code.
+    """Runs the workers until the run ends and returns the exit code. After a UsageError no worker was started.
 
     Moves this process into a network namespace if `--network` allows it, so it must be single-threaded.
-
-    Raises:
-        UsageError: If the command or the environment is invalid. No worker was started then.
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         # If the parent process ignored it, the kernel would discard the workers' exit codes.
@@ -55,21 +51,24 @@ def execute(options: argparse.Namespace) -> int:
     threads = ThreadShare(
         count_computing(roles), usable_cores(), spec.threads_per_worker, os.environ, who=describe_jobs(roles.values())
     )
-    if node is None:
-        _check_min_workers(options)
+    if node is None and options.min_workers is not None and options.min_workers > options.workers:
+        raise UsageError(
+            f"--min-workers exceeds --workers. Received: --workers {options.workers} --min-workers "
+            f"{options.min_workers}. Expected: --min-workers of at most --workers. Correct one of them."
+        )
     logs = LogFiles(options.log_dir)
     if node is None:
         logs.open(roles, attempt=0)
     error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=node is None)
     has_servers = not all(role.runs_script for role in roles.values())
-    network = choose_network(spec.network if node is None else "host", has_servers=has_servers)
+    network_message = choose_network(spec.network if node is None else "host", has_servers=has_servers)
     status_line = StatusLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
     # srun shows the output of all its tasks as one.
     number = node.rank if node is not None and _is_slurm_step(os.environ) else None
     console = Console(sys.stdout.fileno(), sys.stderr.fileno(), status_line=status_line, node=number)
     console.say(threads.describe())
-    if description := network.describe():
-        console.say(description)
+    if network_message:
+        console.say(network_message)
     if is_outside_allocation(os.environ, socket.gethostname()):
         console.say(
             f"warning: the workers run on {socket.gethostname()}, which Slurm has not allocated to job "
@@ -127,14 +126,6 @@ def _check_roles(options: argparse.Namespace) -> None:
             "--min-workers does not apply to workers beside parameter servers: the training continues with those that "
             f"run. Received: --min-workers {options.min_workers} --parameter-servers {servers}. Expected: no "
             "--min-workers. Remove it; --worker-restarts limits how often a worker is restarted."
-        )
-
-
-def _check_min_workers(options: argparse.Namespace) -> None:
-    if options.min_workers is not None and options.min_workers > options.workers:
-        raise UsageError(
-            f"--min-workers exceeds --workers. Received: --workers {options.workers} --min-workers "
-            f"{options.min_workers}. Expected: --min-workers of at most --workers. Correct one of them."
         )
 
 

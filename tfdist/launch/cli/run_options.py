@@ -195,12 +195,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def apply_plan(options: argparse.Namespace) -> dict[str, str]:
     """Sets the options `workers`, `parameter_servers` and `chief` by the plan, if there is one.
 
-    Returns:
-        Variables for the environment of the processes.
-
-    Raises:
-        UsageError: There is neither a plan nor a number of workers; the file cannot be read or has no fitting plan; or
-            other options contradict the plan.
+    Returns variables for the environment of the processes. Raises a UsageError also without a plan and workers.
     """
     if options.plan is None:
         if options.workers is None:
@@ -251,7 +246,6 @@ def _check_roles_are_not_given(options: argparse.Namespace) -> None:
 
 
 def _add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for several hosts."""
     group = parser.add_argument_group(
         "several hosts",
         "Start the same command on every host, each with another --node-rank. --workers is the number on this host; "
@@ -290,11 +284,7 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_node_options(options: argparse.Namespace, environ: Mapping[str, str]) -> NodeOptions | None:
-    """Returns the options of a run on several hosts, or None for a run on one.
-
-    Raises:
-        UsageError: If an option is missing or invalid.
-    """
+    """Returns the options of a run on several hosts after checks, or None for a run on one."""
     nodes, rank = options.nodes, options.node_rank
     if rank is not None and rank >= nodes:
         raise UsageError(
@@ -328,7 +318,16 @@ def _token(path: Path | None, environ: Mapping[str, str]) -> str:
     if path is None:
         source, token = f"the variable {TOKEN_VARIABLE}", environ.get(TOKEN_VARIABLE, "").strip()
     else:
-        source, token = f"--token-file {path}", _read_token(path)
+        source = f"--token-file {path}"
+        try:
+            with open(path, "rb") as file:
+                token = file.read(_MAX_TOKEN_BYTES).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"The token cannot be read. Received: {source} ({getattr(error, 'strerror', None) or error}). "
+                f"Expected: a text file of at least {_MIN_TOKEN_CHARACTERS} characters. Create one by {_MAKE_TOKEN} > "
+                f"{path}"
+            ) from error
     if len(token) < _MIN_TOKEN_CHARACTERS:
         how = f"{len(token)} characters" if token else "nothing"
         raise UsageError(
@@ -337,15 +336,3 @@ def _token(path: Path | None, environ: Mapping[str, str]) -> str:
             f"it by --token-file or {TOKEN_VARIABLE}, never on the command line."
         )
     return token
-
-
-def _read_token(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_MAX_TOKEN_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"The token cannot be read. Received: --token-file {path} ({getattr(error, 'strerror', None) or error}). "
-            f"Expected: a text file of at least {_MIN_TOKEN_CHARACTERS} characters. Create one by {_MAKE_TOKEN} > "
-            f"{path}"
-        ) from error

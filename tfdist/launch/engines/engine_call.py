@@ -1,19 +1,31 @@
-"""The call of a function on the workers of an engine: what the user asked for, and what each place does."""
+"""The call of a function on the workers of an engine: what the user asked for, what each place does, and its rounds.
+
+A round is all places of a call at once. When places are lost, the driver asks the engine for another round.
+"""
 
 import dataclasses
 import hashlib
 import os
 import platform
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tfdist
-from tfdist.cluster import new_seed
+from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE, new_seed
 from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call
+from tfdist.launch.function_call.worker_results import RankResult, WorkerError, values_by_rank
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS, NodeOptions, RunSpec
-from tfdist.utils.argument_checks import check_seconds
+from tfdist.utils.argument_checks import UsageError, check_seconds
+from tfdist.utils.formatting import counted, signal_name
+
+# Exit codes of a launcher whose place has announced its end, or has lost the others.
+_LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
+# How often another process may take the port of the rendezvous in the second between its choice and its use.
+_MAX_LOST_PORTS = 3
+_LOST_PORT = "The coordinator cannot listen."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +59,58 @@ class Versions(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> "Versions":
-        """Returns the versions here."""
         python = ".".join(platform.python_version_tuple()[:2])
         return cls(python, import_cloudpickle().__version__.partition(".")[0], tfdist.__version__)
 
     def __str__(self) -> str:
         return f"Python {self.python}, cloudpickle {self.cloudpickle}, tfdist {self.tfdist}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceResult:
+    """How a round ended in a place."""
+
+    rank: int  # number of the place
+    exit_code: int  # exit code of the launcher; negative: the signal that killed it
+    results: dict[tuple[int, int], RankResult]  # the results of the workers of this place, by attempt and rank
+    failure: dict[str, Any] | None  # the launcher's error file of the last failed attempt, or None
+    last_lines: tuple[str, ...]  # what the launcher said last
+    usage_error: str = ""  # the launcher's message about a wrong command, or an empty string
+    attempts: int = 0  # number of attempts that have begun; 0 if the function is called in other places only
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the round ended because a place was lost or announced its end, not by the function."""
+        return (self.is_killed or self.exit_code in _LEFT) and not self._is_exit_of_worker
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal has ended the launcher, or its worker, whose exit code it then has."""
+        return self.exit_code < 0 or self.exit_code > 128
+
+    @property
+    def used_attempts(self) -> int:
+        """Number of attempts of this round that have failed or begun."""
+        return max(self.attempts, 0 if self.failure is None else int(self.failure["attempt"]) + 1)
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether the engine's adapter has to stop the other places.
+
+        The launcher was killed, has left, or has rejected its command; the others would wait for it until
+        `start_timeout_seconds`.
+        """
+        return self.is_interrupted or bool(self.usage_error)
+
+    @property
+    def _is_exit_of_worker(self) -> bool:
+        if self.failure is None or int(self.failure["attempt"]) + 1 < self.attempts:
+            return False
+        cause = self.failure["cause"]
+        matches_cause = cause.get("exit_code") == self.exit_code or cause.get("signal") == signal_name(
+            self.exit_code - 128
+        )
+        return matches_cause and self.exit_code != PREEMPTED_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +136,7 @@ class EngineCall:
         start_timeout_seconds: Any = START_TIMEOUT_SECONDS,
         **options: Any,
     ) -> "EngineCall":
-        """Checks the arguments of `caller`, such as "on_ray", and pickles the call. All rounds have the same seed.
-
-        Raises:
-            TypeError: If `function` is not callable, or it or an argument cannot be pickled.
-            ValueError: If an option is invalid.
-            ImportError: If cloudpickle is not installed.
-        """
+        """Checks the arguments of `caller`, such as "on_ray", and pickles the call. All rounds have the same seed."""
         check_function(function, caller=caller)
         check_seconds("start_timeout_seconds", start_timeout_seconds)  # the places have other defaults
         spec = RunSpec.of_call(start_timeout_seconds=start_timeout_seconds, **options)
@@ -127,3 +179,82 @@ class EngineCall:
         node = NodeOptions(rank, rendezvous.host, rendezvous.port, addresses[rank].host, self.token)
         arguments = ("run", *spec.arguments(), *(node.arguments() if spec.nodes > 1 else ()))
         return PlaceTask(self.run, rank, self.payload, arguments, self.token, spec.grace_seconds, self.versions)
+
+
+class LostPlaceError(Exception):
+    """The engine has lost places of a round; the others have been stopped."""
+
+    def __init__(self, message: str, results: Sequence[PlaceResult] = ()) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+
+def run_rounds(
+    call: EngineCall,
+    run_round: Callable[[EngineCall], Sequence[PlaceResult]],
+    *,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> list[Any]:
+    """Runs rounds until one ends by the function, and returns its values by rank.
+
+    `run_round` asks the engine for places, runs the call in them, and returns their results. It raises
+    `LostPlaceError` if the engine has lost places, after stopping the others. `say` shows the user why there is
+    another round. A WorkerError also means that places were lost more often than `max_restarts` allows.
+    """
+    lost_ports = 0
+    while True:
+        try:
+            results = run_round(call)
+            lost = _interruption(results)
+        except LostPlaceError as error:
+            results, lost = error.results, str(error)
+        if any(result.usage_error.startswith(_LOST_PORT) for result in results) and lost_ports < _MAX_LOST_PORTS:
+            lost_ports += 1
+            say("tfdist: another process has taken the port of the rendezvous; starting again with another one")
+            call = call.next_round(call.spec.max_restarts)
+            continue
+        for result in results:
+            if result.usage_error:
+                raise UsageError(result.usage_error)
+        if not lost:
+            return _values(call, results)
+        restarts_left = call.spec.max_restarts - max([1, *(result.used_attempts for result in results)])
+        if restarts_left < 0:
+            raise WorkerError(
+                f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
+                "last until the function returns. Give `max_restarts`, with FailureRecovery in the function, to "
+                "continue in other places."
+            )
+        say(f"tfdist: {lost}; restarting in new places ({counted(restarts_left, 'restart')} left)")
+        call = call.next_round(restarts_left)
+
+
+def _interruption(results: Sequence[PlaceResult]) -> str:
+    """Returns why the round ended, if it did not end by the function, or an empty string."""
+    interrupted = [result for result in results if result.is_interrupted]
+    if not interrupted:
+        return ""
+    if killed := [result for result in interrupted if result.is_killed]:
+        return ", ".join(f"the launcher of place {result.rank} was ended by {_signal_of(result)}" for result in killed)
+    names = ", ".join(f"place {result.rank}" for result in interrupted)
+    lines = [line.removeprefix("tfdist: ") for line in interrupted[0].last_lines]
+    return f"{names} left before the function returned" + (f" ({lines[-1]})" if lines else "")
+
+
+def _signal_of(result: PlaceResult) -> str:
+    return signal_name(-result.exit_code if result.exit_code < 0 else result.exit_code - 128)
+
+
+def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
+    merged = {key: rank_result for result in results for key, rank_result in result.results.items()}
+    failed = [result for result in results if result.exit_code != 0]
+    # All nodes write the same error file; a place that only lost its peers may have none.
+    described = next((result for result in failed if result.failure is not None), (failed or results)[0])
+    return values_by_rank(
+        described.exit_code,
+        described.failure,
+        merged,
+        calls=call.spec.calls,
+        workers=call.spec.workers,
+        last_lines=described.last_lines,
+    )

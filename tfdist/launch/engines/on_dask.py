@@ -7,15 +7,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
-from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
-from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.engine_call import (
+    EngineCall,
+    LostPlaceError,
+    PlaceAddress,
+    PlaceResult,
+    PlaceTask,
+    run_rounds,
+)
+from tfdist.launch.engines.place import place_address, run_place, stop_places
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.optional_modules import import_optional
 
 PLACE_KEY = "tfdist-place"
 ANSWER_SECONDS = 30.0
+Value = TypeVar("Value")
+_POLL_SECONDS, _LOOK_SECONDS, _STOP_SECONDS = 0.1, 1.0, 10.0  # the last one after the grace period
 
 
 def import_distributed() -> Any:
@@ -29,13 +37,7 @@ def import_distributed() -> Any:
 
 @contextlib.contextmanager
 def client_in_use(client: Any) -> Iterator[Any]:
-    """Yields a client after checks, or the current one. In a task of Dask, secedes from the threads of its worker.
-
-    Raises:
-        TypeError: If `client` is something else.
-        ValueError: If it is asynchronous, or there is none.
-        ImportError: If Dask is not installed.
-    """
+    """Yields a client after checks, or the current one. In a task of Dask, secedes from the threads of its worker."""
     distributed = import_distributed()
     with contextlib.ExitStack() as stack:
         try:
@@ -87,11 +89,7 @@ def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWor
 
 
 def names_of_workers(client: Any) -> set[str]:
-    """Returns the addresses of all workers that Dask has now.
-
-    Raises:
-        ConnectionError: If Dask's scheduler does not answer.
-    """
+    """Returns the addresses of all workers that Dask has now."""
     try:
         return set(client.sync(client.scheduler.identity, callback_timeout=ANSWER_SECONDS)["workers"])
     except OSError as error:
@@ -110,12 +108,7 @@ def run_beside_tasks(
 ) -> dict[str, Any]:
     """Calls a function in Dask workers, whether or not their threads are busy.
 
-    Returns:
-        The value of each worker that has not been lost meanwhile.
-
-    Raises:
-        ImportError: If the function's module cannot be imported there.
-        TimeoutError: If a worker does not answer.
+    Returns the value of each worker that has not been lost meanwhile.
     """
     try:
         answers = client.run(function, *args, workers=list(names), on_error="return", callback_timeout=seconds)
@@ -137,12 +130,9 @@ def run_beside_tasks(
 
 
 def run_task(task: PlaceTask, pid: int) -> PlaceResult:
-    """Runs a place as a task of Dask.
+    """Runs a place as a task of Dask. `pid` is the process of the Dask worker that was asked.
 
-    `pid` is the process of the Dask worker that was asked.
-
-    Raises:
-        ReplacedWorkerError: If another process has taken over the address of the Dask worker, as after a restart.
+    Raises a ReplacedWorkerError if another process has taken over the address of the Dask worker, as after a restart.
     """
     if os.getpid() != pid:
         raise ReplacedWorkerError(pid)
@@ -195,10 +185,6 @@ def task_has_ended() -> Callable[[], bool]:
         return task is None or task.state == "cancelled" or worker.status.name in ("closing", "closed", "failed")
 
     return has_ended
-
-
-Value = TypeVar("Value")
-_POLL_SECONDS, _LOOK_SECONDS, _STOP_SECONDS = 0.1, 1.0, 10.0  # the last one after the grace period
 
 
 def on_dask(

@@ -7,15 +7,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
-from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
-from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.engine_call import (
+    EngineCall,
+    LostPlaceError,
+    PlaceAddress,
+    PlaceResult,
+    PlaceTask,
+    run_rounds,
+)
+from tfdist.launch.engines.place import place_address, run_place, stop_places
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.argument_checks import is_number
 from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
 _LOOK_SECONDS, _STOP_SECONDS = 0.5, 10.0  # the second one after the grace period
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+# An actor executes `run`, `stop`, `lines` and `address` at the same time.
+_CALLS_AT_ONCE = 4
+_KEPT_LINES = 10_000  # until the driver asks for them
+_FLUSH_SECONDS = 5.0
 
 
 def on_ray(
@@ -127,7 +138,7 @@ class _Actors:
             self._ray.util.remove_placement_group(self._group)
 
     def run_round(self, call: EngineCall) -> list[PlaceResult]:
-        """Runs a round; returns how it ended in each place. Raises LostPlaceError if actors were lost."""
+        """Runs a round; returns how it ended in each place."""
         limit = call.spec.start_timeout_seconds
         asked = [actor.address.remote() for actor in self._actors]
         answers, missing = self._gather(asked, call, limit, f"did not start within {limit:g} s", is_start=True)
@@ -170,8 +181,11 @@ class _Actors:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
         except BaseException:
-            if not is_start:
-                self._end(call, pending)
+            if not is_start:  # the workers save and leave after an interrupt
+                self._stop(call, pending.values())
+                if pending:
+                    seconds = call.spec.grace_seconds + _STOP_SECONDS
+                    self._ray.wait(list(pending), num_returns=len(pending), timeout=seconds)
             raise
         if not is_start:
             self._output.show_new(is_last=True)
@@ -180,12 +194,6 @@ class _Actors:
     def _stop(self, call: EngineCall, ranks: Any) -> None:
         for rank in ranks:
             self._actors[rank].stop.remote(call.run)
-
-    def _end(self, call: EngineCall, pending: Mapping[Any, int]) -> None:
-        """Lets the workers save and leave after an interrupt."""
-        self._stop(call, pending.values())
-        if pending:
-            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.spec.grace_seconds + _STOP_SECONDS)
 
     def _wait_for_resources(self, call: EngineCall) -> None:
         deadline = time.monotonic() + call.spec.start_timeout_seconds
@@ -199,13 +207,6 @@ class _Actors:
                 )
 
 
-_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# An actor executes `run`, `stop`, `lines` and `address` at the same time.
-_CALLS_AT_ONCE = 4
-_KEPT_LINES = 10_000  # until the driver asks for them
-_FLUSH_SECONDS = 5.0
-
-
 def import_ray() -> Any:
     """Returns the module `ray`, or raises an ImportError that says how to install it."""
     return import_optional(
@@ -215,11 +216,7 @@ def import_ray() -> Any:
 
 
 def check_placement(resources: Any, strategy: Any) -> None:
-    """Checks `resources_per_worker` and `placement_strategy`.
-
-    Raises:
-        ValueError: If one is invalid.
-    """
+    """Checks `resources_per_worker` and `placement_strategy`."""
     is_valid = all(isinstance(name, str) and is_number(value, at_least=0) for name, value in resources.items())
     if not is_valid or not any(resources.values()):
         raise ValueError(
@@ -234,10 +231,9 @@ def check_placement(resources: Any, strategy: Any) -> None:
 
 def describe_resources(ray: Any) -> str:
     """Returns the resources of the cluster, and those that are free."""
-    names = ("CPU", "GPU", "memory")
 
     def chosen(resources: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in resources.items() if name in names or ":" not in name}
+        return {name: value for name, value in resources.items() if ":" not in name}
 
     return f"a cluster with {chosen(ray.cluster_resources())}, of which {chosen(ray.available_resources())} are free"
 
@@ -259,12 +255,7 @@ def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> d
 
 
 def explain_lost_actor(rank: int, error: Exception) -> str:
-    """Returns a clause for a lost place.
-
-    Raises:
-        ImportError: If Ray's node cannot import tfdist.
-        Exception: `error`, if the place itself failed.
-    """
+    """Returns a clause for a lost place; raises an error that is not a loss."""
     ray = import_ray()
     text = " ".join(str(error).split())
     if "No module named 'tfdist" in text or "No module named 'cloudpickle" in text:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
-from tfdist.launch.engines.place import PlaceResult, run_place
-from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.engine_call import EngineCall, LostPlaceError, PlaceAddress, PlaceResult, run_rounds
+from tfdist.launch.engines.place import run_place
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.optional_modules import import_optional
@@ -18,6 +17,11 @@ Value = TypeVar("Value")
 _POLL_SECONDS = 0.2
 # Spark ends the Python process of a cancelled task within 4 s, or its killTimeout; the executor then reports it.
 _STOP_SECONDS = 20.0
+_REMEDY = (
+    "Start more executors (spark.executor.instances, spark.executor.cores divided by spark.task.cpus), wait for other "
+    "jobs, or give more `start_timeout_seconds`."
+)
+_ERROR_LINES = 12
 
 
 def on_spark(
@@ -101,7 +105,7 @@ class _Round:
         self._limit = time.monotonic() + call.spec.start_timeout_seconds
 
     def run(self) -> list[PlaceResult]:
-        """Runs the places; returns how they ended. Raises LostPlaceError if an executor was lost."""
+        """Runs the places; returns how they ended."""
         self._wait_for_slots()
         thread = import_pyspark().InheritableThread(target=self._collect)
         thread.daemon = True
@@ -166,8 +170,7 @@ class _Round:
             )
         if "Traceback (most recent call last)" in error:
             return WorkerError(f"A place failed in a task of Spark: {error}")
-        how = _first_lines(error)
-        return LostPlaceError(" ".join(["a place was lost:", how]))
+        return LostPlaceError(" ".join(["a place was lost:", _first_lines(error)]))
 
     def _stop(self, thread: threading.Thread) -> None:
         """Cancels the job if it has not ended, and waits for its tasks."""
@@ -185,17 +188,8 @@ class _Round:
         return None if job is None else self._tracker.getStageInfo(job.stageIds[0])
 
 
-_REMEDY = (
-    "Start more executors (spark.executor.instances, spark.executor.cores divided by spark.task.cpus), wait for other "
-    "jobs, or give more `start_timeout_seconds`."
-)
-
-
 def _first_lines(error: object) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:3])
-
-
-_ERROR_LINES = 12
 
 
 def import_pyspark() -> Any:
@@ -209,13 +203,7 @@ def import_pyspark() -> Any:
 
 
 def context_of(spark: Any) -> Any:
-    """Returns the `SparkContext` of a session, by default the active one, after checks.
-
-    Raises:
-        ImportError: If Spark is not installed.
-        TypeError: If `spark` is something else.
-        ValueError: If there is no session, or Spark cannot run barrier stages in it.
-    """
+    """Returns the `SparkContext` of a session, by default the active one, after checks."""
     session = import_pyspark().sql.SparkSession
     if spark is None:
         try:
@@ -274,6 +262,9 @@ def errors_of_stage(context: Any, stage: int) -> list[str]:
 def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[PlaceResult]]:
     """Returns the function of a task: it learns the addresses of all places and runs its own."""
 
+    def show(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     def run(_: Iterable[Any]) -> Iterator[PlaceResult]:
         context = import_pyspark().BarrierTaskContext.get()
         rank = context.partitionId()
@@ -285,10 +276,6 @@ def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[Pla
         environ = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
         parent = os.getppid()
         # Without PySpark's daemon nothing ends this process when the executor is killed.
-        yield run_place(task, show=_show, should_stop=lambda: os.getppid() != parent, environ=environ)
+        yield run_place(task, show=show, should_stop=lambda: os.getppid() != parent, environ=environ)
 
     return run
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

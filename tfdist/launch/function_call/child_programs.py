@@ -14,20 +14,14 @@ from types import TracebackType
 from typing import Any
 
 from tfdist.launch.function_call.function_pickling import PicklingError, call_written, dump, write_call
-from tfdist.launch.function_call.worker_results import RankFiles
+from tfdist.launch.function_call.worker_results import begin_attempt, write_json
 from tfdist.launch.restart.worker_exit import reports_lost_peer
+from tfdist.utils import atomic_files
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 
 def program(function: str, *arguments: Any) -> str:
-    """Returns the source of a program that calls a function of this module with this process's search path.
-
-    >>> print(program("run_worker", "directory"))
-    import sys
-    sys.path[:] = [...]
-    from tfdist.launch.function_call.child_programs import run_worker
-    run_worker('directory')
-    """
+    """Returns the source of a program that calls a function of this module with this process's search path."""
     return "\n".join(
         [
             "import sys",
@@ -107,21 +101,23 @@ def run_probed(directory: str) -> None:
 def run_worker(directory: str) -> None:
     """Calls the function in a worker, and writes its value or its error to files."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    files = RankFiles(Path(directory), int(os.environ["TFDIST_ATTEMPT"]), rank)
-    files.begin()
+    result = begin_attempt(Path(directory), int(os.environ["TFDIST_ATTEMPT"]), rank)
     sys.excepthook = _print_error
     try:
         value = call_written(Path(directory))
     except Exception as error:
         trace = _user_frames(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
-        files.write_json("error", {"type": type(error).__qualname__, "message": str(error), "traceback": text})
+        content = {"type": type(error).__qualname__, "message": str(error), "traceback": text}
+        write_json(result.with_suffix(".error"), content)
         raise
     try:
-        files.write_value(lambda file: dump(value, file, tensors=True))
+        with atomic_files.replacing(result.with_suffix(".value"), durable=False) as file:
+            dump(value, file, tensors=True)
     except PicklingError as error:
         # Not a failure of the attempt: another one would return the same value.
-        files.write_json("pickling-error", {"type": type(value).__qualname__, "reason": str(error)})
+        content = {"type": type(value).__qualname__, "reason": str(error)}
+        write_json(result.with_suffix(".pickling-error"), content)
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -7,6 +7,7 @@ import functools
 import io
 import linecache
 import marshal
+import os
 import pickle
 import sys
 import types
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tfdist.utils import atomic_files
 from tfdist.utils.optional_modules import import_optional
 
 # Types are looked up only in libraries that are loaded: otherwise there are no such objects.
@@ -36,14 +36,11 @@ class PicklingError(Exception):
     """An object is rejected or cannot be pickled; the message is the reason."""
 
 
-def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
+def dump(value: Any, file: IO[bytes], *, tensors: bool) -> None:
     """Pickles a value. Functions and classes that are not in a module are pickled with everything they use.
 
     Tensors are accepted if `tensors` is true: unpickling one in a worker initializes TensorFlow before its strategy.
-
-    Raises:
-        PicklingError: If the value cannot be pickled, or holds an object that belongs to its process: a variable, a
-            model, a dataset or an open file.
+    A value that holds an object of its process (a variable, model, dataset or open file) is a PicklingError.
     """
     cloudpickle = import_cloudpickle()
     rejected = _loaded(_PROCESS_BOUND if tensors else (_TENSOR, *_PROCESS_BOUND))
@@ -82,12 +79,7 @@ def import_cloudpickle() -> Any:
 
 
 def explain_pickling_error(function: Any, arguments: Sequence[Any]) -> str:
-    """Returns the part of a function and its arguments that cannot be pickled, and the reason.
-
-    >>> import threading
-    >>> explain_pickling_error(len, [1, threading.Lock()])
-    "argument 2 of type lock (cannot pickle '_thread.lock' object)"
-    """
+    """Returns the part of a function and its arguments that cannot be pickled, and the reason."""
     for number, argument in enumerate(arguments, 1):
         if reason := _reason(argument):
             return f"argument {number} of type {type(argument).__name__} ({reason})"
@@ -150,18 +142,11 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _reason(value: Any) -> str:
     try:
-        dump(value, _NullFile(), tensors=False)
+        with open(os.devnull, "wb") as file:
+            dump(value, file, tensors=False)
     except PicklingError as error:
         return str(error)
     return ""
-
-
-class _NullFile(io.RawIOBase):
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
@@ -177,11 +162,7 @@ def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
 
 
 def check_function(function: Any, *, caller: str) -> None:
-    """Checks the first argument of `caller`.
-
-    Raises:
-        TypeError: It is not callable.
-    """
+    """Checks the first argument of `caller`."""
     if not callable(function):
         text = repr(function)
         raise TypeError(
@@ -192,13 +173,15 @@ def check_function(function: Any, *, caller: str) -> None:
 
 
 def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
-    """Returns a call for `write_call`.
-
-    Raises:
-        TypeError: The function or an argument cannot be pickled; the message names it.
-    """
+    """Returns a call for `write_call`. A TypeError names what cannot be pickled."""
     file = io.BytesIO()
-    pickle.dump(_cells(), file)
+    # Cells of notebooks have no file: their source lines, by their name in tracebacks.
+    cells = {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not name.startswith("<frozen ")
+    }
+    pickle.dump(cells, file)
     try:
         dump((function, arguments), file, tensors=False)
     except PicklingError as error:
@@ -213,17 +196,7 @@ def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
 
 def write_call(directory: Path, call: bytes) -> None:
     """Writes a call of `pickle_call` into a directory, for `call_written`."""
-    with atomic_files.replacing(directory / _CALL_FILE, durable=False) as file:
-        file.write(call)
-
-
-def _cells() -> dict[str, list[str]]:
-    """Returns the source lines of notebook cells, which have no file, by their name in tracebacks."""
-    return {
-        name: entry[2]
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None and not name.startswith("<frozen ")
-    }
+    (directory / _CALL_FILE).write_bytes(call)
 
 
 def call_written(directory: Path) -> Any:

@@ -31,7 +31,8 @@ def _print(line: str, is_error: bool) -> None:
 class LauncherProcess:
     """A `tfdist` process, killed when the `with` block ends, or by the kernel when this process or thread ends.
 
-    It is the leader of a session, so that an interrupt of this process's group reaches only this one.
+    It is the leader of a session, so that an interrupt of this process's group reaches only this one. `error` is its
+    message about a wrong command, or an empty string.
 
     Args:
         arguments: Arguments of `tfdist`.
@@ -40,12 +41,6 @@ class LauncherProcess:
             can save; it then removes this directory.
         environ: Its environment; None: that of this process.
         show: Called with each line of its output, and with whether it was an error stream's. By default prints it.
-
-    Raises:
-        OSError: If the system cannot start another process.
-
-    Attributes:
-        error: The launcher's message about a wrong command, or an empty string.
     """
 
     def __init__(
@@ -99,14 +94,10 @@ class LauncherProcess:
     def follow(self, poll: Callable[[], None] = lambda: None) -> int:
         """Shows the output until the process has ended.
 
-        The first interrupt ends the workers with SIGTERM, the second kills them, the third kills the launcher. `poll`
-        is called a few times a second.
+        The first interrupt ends the workers with SIGTERM, the second kills them, the third kills the launcher;
+        then, after all processes have ended, it is raised. `poll` is called a few times a second.
 
-        Returns:
-            The exit code, or minus the number of the signal that killed the process.
-
-        Raises:
-            KeyboardInterrupt: If there was an interrupt, after all processes have ended.
+        Returns the exit code, or minus the number of the signal that killed the process.
         """
         interrupts: list[KeyboardInterrupt] = []
         with _Streams(self._process, self._show) as streams:
@@ -197,12 +188,9 @@ def in_python(line: str) -> str:
     >>> in_python("scripts that need the internet: --network host; after --grace 5 (--max-restarts 1)")
     "scripts that need the internet: network='host'; after grace_seconds=5 (max_restarts=1)"
     """
-    return _OPTION.sub(lambda found: f"{_python_name(found[1])}={_value(found[2])}", line)
 
+    def argument(option: re.Match[str]) -> str:
+        name = _PYTHON_NAMES.get(option[1], option[1].replace("-", "_"))
+        return f"{name}={option[2] if option[2].isdigit() else repr(option[2])}"
 
-def _python_name(option: str) -> str:
-    return _PYTHON_NAMES.get(option, option.replace("-", "_"))
-
-
-def _value(text: str) -> str:
-    return text if text.isdigit() else repr(text)
+    return _OPTION.sub(argument, line)

@@ -4,10 +4,9 @@ import dataclasses
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.utils import atomic_files
@@ -46,32 +45,20 @@ class RankResult:
     error: dict[str, Any] | None = None  # `type`, `message` and `traceback` of the exception that the function raised
 
 
-class RankFiles:
-    """The result of one rank in one attempt: a value, the reason why it cannot be pickled, or an error.
+def begin_attempt(directory: Path, attempt: int, rank: int) -> Path:
+    """Records that an attempt has begun; returns the path of the rank's result, which `write_json` gives a suffix.
 
-    Each file appears complete or not at all.
+    A result is one file: a `.value`, the `.pickling-error` of one, or an `.error`; see `RankResult`.
     """
+    stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
+    stem.parent.mkdir(exist_ok=True)
+    return stem
 
-    def __init__(self, directory: Path, attempt: int, rank: int) -> None:
-        self._stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
 
-    def begin(self) -> None:
-        """Records that the attempt has begun."""
-        self._stem.parent.mkdir(exist_ok=True)
-
-    def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
-        """Writes the value. If `dump` raises, no file remains."""
-        with self._replacing(self._stem.with_suffix(".value")) as file:
-            dump(file)
-
-    def write_json(self, kind: str, content: dict[str, Any]) -> None:
-        """Writes an `error` that the function raised, or a `pickling-error` of its value; see `RankResult`."""
-        with self._replacing(self._stem.with_suffix(f".{kind}")) as file:
-            file.write(json.dumps(content).encode())
-
-    def _replacing(self, path: Path) -> AbstractContextManager[IO[bytes]]:
-        path.parent.mkdir(exist_ok=True)
-        return atomic_files.replacing(path, durable=False)
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file that appears complete or not at all."""
+    with atomic_files.replacing(path, durable=False) as file:
+        file.write(json.dumps(content).encode())
 
 
 def read_results(directory: Path) -> dict[tuple[int, int], RankResult]:
@@ -95,7 +82,7 @@ def count_attempts(directory: Path) -> int:
 
 
 def read_failure(directory: Path) -> dict[str, Any] | None:
-    """Returns the launcher's error file of the last failed attempt (see `error_file.py`), or None."""
+    """Returns the launcher's error file of the last failed attempt (see `ErrorFile`), or None."""
     return _read_json(directory / FAILURE)
 
 
@@ -111,8 +98,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return None if content is None else dict(json.loads(content))
 
 
-def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
-    """Returns the error for a failed attempt."""
+def _failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
     cause, earlier = failure["cause"], failure["earlier"]
     rank, lines = cause["rank"], cause.get("last_lines") or []
     how = str(cause["description"]).removeprefix(f"worker {rank}: ")
@@ -133,33 +119,10 @@ def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, w
     return WorkerError("\n".join(text), rank=rank, traceback="" if error is None else error["traceback"])
 
 
-def unpicklable_value(rank: int, reason: Mapping[str, Any]) -> WorkerError:
-    """Returns the error for a value that cannot be pickled.
-
-    >>> print(unpicklable_value(1, {"type": "Sequential", "reason": "it is a keras.Model"}))
-    The value of worker 1 cannot be sent back. Received: Sequential (it is a keras.Model). Expected: ...
-    """
-    return WorkerError(
-        f"The value of worker {rank} cannot be sent back. Received: {reason['type']} ({reason['reason']}). "
-        "Expected: a value that can be pickled, such as numbers, NumPy arrays, and lists and dictionaries of them. "
-        "Return `model.get_weights()` or `history.history`, or save the model to a file and load it here.",
-        rank=rank,
-    )
-
-
-def no_value(rank: int) -> WorkerError:
-    """Returns the error for a worker that exited with code 0 before the function returned."""
-    return WorkerError(
-        f"Worker {rank} returned nothing. Received: exit code 0 before the function had returned. Expected: a return "
-        "or an exception. Remove `sys.exit()` and `os._exit()`.",
-        rank=rank,
-    )
-
-
-def failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
+def _failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
     """Returns the error for a launcher that ended without naming a failed worker.
 
-    >>> print(failed_launcher(-9, ()))
+    >>> print(_failed_launcher(-9, ()))
     The launcher of the workers ended: killed by SIGKILL
     """
     if exit_code == PREEMPTED_EXIT_CODE:
@@ -182,31 +145,33 @@ def values_by_rank(
     workers: int | None = None,
     last_lines: Sequence[str],
 ) -> list[Any]:
-    """Returns the values of the last attempt of a run.
+    """Returns the values of the last attempt of a run, or raises a WorkerError.
 
-    Args:
-        exit_code: Exit code of the launcher.
-        failure: The launcher's error file, or None if it wrote none.
-        results: The results of workers, by attempt and rank.
-        calls: How many processes have called the function.
-        workers: How many workers there are, if others than those have called it.
-        last_lines: What the launcher said last.
-
-    Raises:
-        WorkerError: If the exit code is not 0, or a value is missing, or could not be pickled or restored.
+    `failure` is the launcher's error file, or None if it wrote none; `calls` says how many processes have called the
+    function; `workers` how many workers there are, if others than those have called it.
     """
     if exit_code != 0:
         if failure is None or exit_code == PREEMPTED_EXIT_CODE:
-            raise failed_launcher(exit_code, tuple(last_lines))
+            raise _failed_launcher(exit_code, tuple(last_lines))
         failed = results.get((failure["attempt"], failure["cause"]["rank"]))
-        raise failed_worker(failure, None if failed is None else failed.error, workers or calls)
+        raise _failed_worker(failure, None if failed is None else failed.error, workers or calls)
     attempt = max((attempt for attempt, _ in results), default=0)
     last_results = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
     for rank, result in enumerate(last_results):
-        if result.pickling_error is not None:
-            raise unpicklable_value(rank, result.pickling_error)
+        if (reason := result.pickling_error) is not None:
+            raise WorkerError(
+                f"The value of worker {rank} cannot be sent back. Received: {reason['type']} ({reason['reason']}). "
+                "Expected: a value that can be pickled, such as numbers, NumPy arrays, and lists and dictionaries of "
+                "them. Return `model.get_weights()` or `history.history`, or save the model to a file and load it "
+                "here.",
+                rank=rank,
+            )
         if result.value is None:
-            raise no_value(rank)
+            raise WorkerError(
+                f"Worker {rank} returned nothing. Received: exit code 0 before the function had returned. Expected: a "
+                "return or an exception. Remove `sys.exit()` and `os._exit()`.",
+                rank=rank,
+            )
     return [_loaded(rank, result.value) for rank, result in enumerate(last_results) if result.value is not None]
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
-from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy
+from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.run_status import RunStatus
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_group import WorkerGroup
 from tfdist.launch.processes.worker_supervisor import WorkerSupervisor
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.linux_syscalls import become_subreaper
 
@@ -50,9 +49,6 @@ class AttemptLoop:
         Returns:
             The exit code: 0; 75 if all workers were preempted; the exit code of the first failure of the last attempt;
             69 on a host that lost the others; or 128 + the number of the signal that ended the run.
-
-        Raises:
-            OSError: If a worker could not be started in the first attempt.
         """
         become_subreaper()
         spared = child_pids()
@@ -65,8 +61,8 @@ class AttemptLoop:
                 self._console.outlive_reader(lambda: bool(self._signals.received))
                 while True:
                     start = self._policy.next_attempt(self._signals)
-                    if isinstance(start, RunEnd):
-                        return start.exit_code
+                    if isinstance(start, int):
+                        return start
                     self._policy.attempt_ended(self._run_attempt(start), self._signals)
         except OutputClosed:
             return 128 + signal.SIGPIPE  # as any command whose reader is gone
@@ -79,7 +75,6 @@ class AttemptLoop:
     def _run_attempt(self, start: AttemptStart) -> Outcome:
         roles = start.local_roles
         logs = self._logs.open(roles, attempt=start.attempt)
-        restarted_alone = [rank for rank, role in roles.items() if role.is_restarted_alone]
         monitor = HeartbeatMonitor(
             roles,
             now=time.monotonic(),
@@ -93,10 +88,9 @@ class AttemptLoop:
             logs,
             policy=self._policy,
             group=WorkerGroup(self._reaper, self._spares, keeps_spares=start.may_restart, spared=self._spared),
-            backoff=WorkerBackoff(restarted_alone, limit=self._spec.worker_restarts),
             signals=self._signals,
-            grace_periods=self._spec.grace_periods(may_restart=start.may_restart),
             monitor=monitor,
+            spec=self._spec,
         )
         self._status.begin_attempt(start.attempt, start.roles, monitor, now=time.monotonic())
         self._console.follow(self._status, now=time.monotonic())

@@ -2,6 +2,7 @@
 
 import array
 import fcntl
+import functools
 import os
 import selectors
 import termios
@@ -39,21 +40,16 @@ class EventLoop:
         """Starts to wait for a worker. It replaces the former worker of its rank."""
         self._outputs[worker.rank] = output
         for fd, is_error in worker.streams.items():
-            self._selector.register(fd, selectors.EVENT_READ, (worker, is_error))
+            self._selector.register(fd, selectors.EVENT_READ, functools.partial(self._read, fd, worker, is_error))
         self._selector.register(worker.heartbeats, selectors.EVENT_READ, lambda: self._on_heartbeat(worker))
         if worker.pidfd is not None:
-            self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+            self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._on_exit(worker))
 
     def wait(self, seconds: float | None) -> None:
         """Waits for events, at most so many seconds, and dispatches them in the order in which they happened."""
         for key, _ in self._selector.select(seconds):
-            if self._selector.get_map().get(key.fd) is not key:
-                continue  # an earlier event removed it: a worker and its output may end at the same time
-            if isinstance(key.data, WorkerProcess):
-                self._on_exit(key.data)
-            elif isinstance(key.data, tuple):
-                self._read(key.fd, *key.data)
-            else:
+            # An earlier event may have removed it: a worker and its output may end at the same time.
+            if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
     def finish(self, worker: WorkerProcess) -> tuple[str, ...]:
@@ -79,12 +75,10 @@ class EventLoop:
                 self._selector.unregister(fd)
 
     def show_unfinished(self, *, now: float) -> None:
-        """Shows unfinished lines that are due."""
         for output in self._outputs.values():
             output.show_unfinished(now=now)
 
     def close(self) -> None:
-        """Stops waiting for anything."""
         self._selector.close()
 
     def _read(self, fd: int, worker: WorkerProcess, is_error: bool) -> int:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import fit_suffix
+from tfdist.launch.run_spec import Role
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.json_messages import json_object
 
@@ -60,12 +60,6 @@ class HeartbeatMonitor:
     *stalls* if no worker makes a step for ten times the longest interval between two steps so far, and for at least
     `stall_timeout_seconds`. Batches of a phase that has some, such as validation, count as steps. Each `fit` of the
     script is judged by its own steps. Times are monotonic, in seconds. A timeout of 0 never expires.
-
-    >>> from tfdist.launch.process_roles import worker_roles
-    >>> monitor = HeartbeatMonitor(worker_roles(1), now=0.0, heartbeat_timeout_seconds=1.0, stall_timeout_seconds=0.0)
-    >>> monitor.receive(0, b'{"alive": true, "step": 41}', now=0.5)
-    >>> monitor.check({0: False}, now=1.4).frozen, monitor.check({0: False}, now=1.5).frozen
-    ({}, {0: 'no heartbeat for 1 s (last step 41)'})
     """
 
     def __init__(
@@ -90,7 +84,6 @@ class HeartbeatMonitor:
 
     @property
     def heartbeat_ranks(self) -> frozenset[int]:
-        """The ranks that have sent heartbeats."""
         return frozenset(rank for rank, worker in self._workers.items() if worker.has_sent_heartbeat)
 
     @property

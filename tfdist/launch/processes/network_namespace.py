@@ -4,7 +4,6 @@ TensorFlow's gRPC server, which parameter servers and stages need, listens on al
 TF_CONFIG, and runs any graph that it receives. In the namespace only the processes of the run can reach it.
 """
 
-import dataclasses
 import fcntl
 import os
 import socket
@@ -20,60 +19,35 @@ _IFF_UP = 1
 _IFREQ = struct.Struct("16sh22x")
 
 
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """The network that the workers use."""
-
-    is_private: bool  # whether it is a network namespace of this run
-    denial: str = ""  # why a private network is not permitted, if one was requested
-    has_servers: bool = True  # whether processes of the run start TensorFlow's server
-
-    def describe(self) -> str:
-        """Returns the message for the user, if there is one."""
-        if self.is_private:
-            return "private network: only the workers reach each other (scripts that need the internet: --network host)"
-        if not self.has_servers:
-            return ""
-        if self.denial:
-            return (
-                f"warning: host network, because a private one is not permitted here ({self.denial}): others can reach "
-                "the workers' ports without authentication (--network host silences this warning)"
-            )
-        return "host network: others can reach the workers' ports without authentication"
-
-
-def choose_network(mode: str, *, has_servers: bool) -> Network:
+def choose_network(mode: str, *, has_servers: bool) -> str:
     """Moves this process into a network namespace if `mode` requests it and the host permits it.
 
-    Call this while the process has one thread, and before any port is chosen.
-
-    Args:
-        mode: `"private"`, `"auto"` (private if there are servers and the host permits it) or `"host"`.
-        has_servers: Whether processes of the run start TensorFlow's server.
-
-    Raises:
-        UsageError: If `mode` is `"private"` and the host does not permit it.
+    Call this while the process has one thread, and before any port is chosen. `mode` is `"private"`, `"auto"`
+    (private if there are servers and the host permits it) or `"host"`; `has_servers` says whether processes of the run
+    start TensorFlow's server. Returns the message for the user, or an empty string.
     """
     if mode == "host" or (mode == "auto" and not has_servers):
-        return Network(is_private=False, has_servers=has_servers)
+        return "host network: others can reach the workers' ports without authentication" if has_servers else ""
     denial = _denial()
     if not denial:
         enter_private_network()
-        return Network(is_private=True)
+        return "private network: only the workers reach each other (scripts that need the internet: --network host)"
     if mode == "private":
         raise UsageError(
             f"A private network is not permitted here. Received: --network private, and the host reports: {denial}. "
             "Expected: root with CAP_SYS_ADMIN, or a host that permits user namespaces. Use --network host if others "
             "cannot reach the ports of this host."
         )
-    return Network(is_private=False, denial=denial)
+    return (
+        f"warning: host network, because a private one is not permitted here ({denial}): others can reach the workers' "
+        "ports without authentication (--network host silences this warning)"
+    )
 
 
 def enter_private_network() -> None:
     """Moves this process into a new network namespace and enables loopback.
 
-    Raises:
-        OSError: If a step is not permitted. Earlier steps are not undone: try in a child process first.
+    After an OSError earlier steps are not undone: try in a child process first.
     """
     uid, gid = os.geteuid(), os.getegid()
     try:
@@ -83,7 +57,10 @@ def enter_private_network() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    _enable_loopback()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = _IFREQ.pack(b"lo", 0)
+        _, flags = _IFREQ.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
+        fcntl.ioctl(control, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags | _IFF_UP))
 
 
 def _denial() -> str:
@@ -98,7 +75,8 @@ def _denial() -> str:
         status = 1
         try:
             enter_private_network()
-            _use_loopback()
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                socket.create_connection(server.getsockname(), timeout=5).close()
             status = 0
         except OSError as error:
             os.write(writer, (error.strerror or str(error)).encode()[:400])
@@ -109,15 +87,3 @@ def _denial() -> str:
         reason = pipe.read().decode(errors="replace")
     _, status = os.waitpid(pid, 0)
     return "" if status == 0 else reason or f"the trial ended with status {status}"
-
-
-def _enable_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = _IFREQ.pack(b"lo", 0)
-        _, flags = _IFREQ.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
-        fcntl.ioctl(control, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags | _IFF_UP))
-
-
-def _use_loopback() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socket.create_connection(server.getsockname(), timeout=5).close()

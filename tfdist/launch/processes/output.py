@@ -1,4 +1,4 @@
-"""The output of workers and launcher: prefixed lines on the launcher's streams, log files, and last lines."""
+"""The output of workers and launcher: lines as a terminal shows them, behind prefixes; log files, and last lines."""
 
 import codecs
 import collections
@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from tfdist.launch.process_roles import Role
-from tfdist.launch.processes.run_status import RunStatus
-from tfdist.launch.processes.terminal_lines import LineSplitter, StatusLine
+from tfdist.launch.processes.run_status import RunStatus, StatusLine
+from tfdist.launch.run_spec import Role
 from tfdist.utils.argument_checks import UsageError
 
 _UNFINISHED_SECONDS = 2.0
@@ -24,6 +23,16 @@ _IS_LOGGED_AT_START = re.compile(
     r"I0000 |\d{4}-\d\d-\d\d \S+: I (tensorflow|external)/|To enable the following instructions: |"
     r"WARNING: All log messages before absl::InitializeLog\(\) is called "
 )
+_MAX_PENDING_CHARACTERS = 65_536
+# Removes cursor movements and other controls, which would act on the launcher's terminal. Colours and tabs stay.
+_CONTROLS = re.compile(
+    r"(?P<colour>\x1b\[[0-9;:]*m)"
+    r"|\x1b\[[0-?]*[ -/]*[@-~]"  # other sequences that begin with ESC [
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # window titles and links
+    r"|\x1b[ -/]*[0-Z\\^-~]?"
+    r"|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]"
+)
+_RESET = "\x1b[0m"
 
 
 class OutputClosed(Exception):
@@ -31,13 +40,9 @@ class OutputClosed(Exception):
 
 
 class Console:
-    """The launcher's own output, written line by line and immediately.
+    """The launcher's own output, written line by line and immediately, above the status line on a terminal.
 
-    Args:
-        stdout: File descriptor for the workers' standard output.
-        stderr: File descriptor for the workers' standard error and for messages of the launcher.
-        status_line: The line below the others if `stderr` is a terminal, or None.
-        node: The number of this node, where the output of several nodes is one stream; None: it is this node's own.
+    `node` is the number of this node, where the output of several nodes is one stream; None: it is this node's own.
     """
 
     def __init__(
@@ -56,7 +61,6 @@ class Console:
 
     @property
     def has_status_line(self) -> bool:
-        """Whether a line has to be repainted."""
         return self._status_line is not None and self._status is not None
 
     def follow(self, status: RunStatus | None, *, now: float) -> None:
@@ -77,7 +81,6 @@ class Console:
             self._paint(self._status_line.update(self._status.line(now=now), now=now))
 
     def say(self, *lines: str) -> None:
-        """Shows messages of the launcher."""
         self.write(self._prefix, lines, is_error=True)
 
     def say_to_all(self, *lines: str) -> None:
@@ -92,11 +95,7 @@ class Console:
                 self.say(line)
 
     def write(self, prefix: str, lines: Sequence[str], *, is_error: bool) -> None:
-        """Shows lines behind a prefix, in one system call where possible.
-
-        Raises:
-            OutputClosed: If the reader is gone.
-        """
+        """Shows lines behind a prefix, in one system call where possible."""
         if lines:
             text = "".join(f"{prefix}{line}\n" for line in lines)
             fd = self._stderr if is_error else self._stdout
@@ -118,13 +117,7 @@ class Console:
 
 
 class LogFiles:
-    """The log file of each process, for example `rank-0.log`.
-
-    The directory is created if it does not exist; None: no files.
-
-    Raises:
-        UsageError: If it cannot be created.
-    """
+    """The log file of each process, for example `rank-0.log`, in a directory that is created; None: no files."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -136,11 +129,7 @@ class LogFiles:
             raise self._error(error) from error
 
     def open(self, roles: Mapping[int, Role], *, attempt: int) -> dict[int, BinaryIO | None]:
-        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator.
-
-        Raises:
-            UsageError: If a file cannot be opened.
-        """
+        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator."""
         if self._directory is None:
             return dict.fromkeys(roles)
         files: dict[int, BinaryIO | None] = {}
@@ -160,7 +149,6 @@ class LogFiles:
         return files
 
     def close(self) -> None:
-        """Closes all files."""
         for file in self._files.values():
             file.close()
 
@@ -169,6 +157,89 @@ class LogFiles:
             f"The log files cannot be created. Received: --log-dir {self._directory} ({error.strerror}). Expected: a "
             "writable directory that exists or can be created. Choose another one."
         )
+
+
+def render(raw: str) -> str:
+    """Returns what a terminal finally shows of a line."""
+    text = _CONTROLS.sub(lambda match: match["colour"] or "", raw)
+    rewritten = "\r" in text
+    text = next((version for version in reversed(text.split("\r")) if version), "")
+    if "\b" in text:
+        shown_characters: list[str] = []
+        for character in text:
+            if character != "\b":
+                shown_characters.append(character)
+            elif shown_characters:
+                shown_characters.pop()
+        text = "".join(shown_characters)
+    if rewritten and not text.strip():
+        return ""
+    if "\x1b" in text and not text.endswith(_RESET):
+        text += _RESET
+    return text
+
+
+class LineSplitter:
+    """Splits a stream into lines as a terminal shows them.
+
+    An unfinished line is shown after `interval_seconds` without a change. A line that is being rewritten, such as a
+    progress bar, is shown at most once in this time.
+    """
+
+    def __init__(self, *, interval_seconds: float) -> None:
+        self._interval = interval_seconds
+        self._raw = ""
+        self._changed_at = 0.0  # when the unfinished line last changed
+        self._shown_at: float | None = None  # when the unfinished line began or was last shown
+        self._shown = ""  # what was last shown of it
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._raw)
+
+    def feed(self, text: str, *, now: float) -> list[str]:
+        """Returns the lines that `text` finishes."""
+        *finished, unfinished_line = text.split("\n")
+        lines = [line for piece in finished for line in self._finish(piece)]
+        if unfinished_line:
+            self._raw += unfinished_line
+            self._changed_at = now
+            if self._shown_at is None:
+                self._shown_at = now
+            if len(self._raw) > _MAX_PENDING_CHARACTERS:
+                lines += self._cut()
+        return lines
+
+    def unfinished(self, *, now: float) -> list[str]:
+        """Returns the unfinished line if it is due."""
+        if not self._raw or self._shown_at is None:
+            return []
+        if "\r" not in self._raw and "\b" not in self._raw:
+            return self._cut() if now - self._changed_at >= self._interval else []
+        text = render(self._raw)
+        if now - self._shown_at < self._interval or not text or text == self._shown:
+            return []
+        self._shown_at, self._shown = now, text
+        return [text]
+
+    def flush(self) -> list[str]:
+        """Returns the rest at the end of the stream."""
+        return self._finish("") if self._raw else []
+
+    def _finish(self, piece: str) -> list[str]:
+        raw, shown = self._raw + piece, self._shown
+        self._raw, self._shown, self._shown_at = "", "", None
+        text = render(raw)
+        # Nothing new: the end of a line that was shown already, or a progress bar that erased itself.
+        if (shown and text in ("", shown)) or (not text and "\r" in raw.rstrip("\r")):
+            return []
+        return [text]
+
+    def _cut(self) -> list[str]:
+        text = render(self._raw)
+        self._raw = ""
+        self._shown = "\0" if text else self._shown  # so that a newline alone, later, adds no empty line
+        return [text] if text else []
 
 
 class WorkerOutput:
@@ -185,7 +256,6 @@ class WorkerOutput:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an unfinished line waits to be shown."""
         return any(splitter.is_pending for splitter in self._splitters.values())
 
     @property
@@ -194,11 +264,9 @@ class WorkerOutput:
         return tuple(self._last)
 
     def feed(self, data: bytes, *, is_error: bool, now: float) -> None:
-        """Processes the next bytes of a stream."""
         self._show(self._splitters[is_error].feed(self._decoders[is_error].decode(data), now=now), is_error)
 
     def show_unfinished(self, *, now: float) -> None:
-        """Shows unfinished lines that are due."""
         for is_error, splitter in self._splitters.items():
             self._show(splitter.unfinished(now=now), is_error)
 

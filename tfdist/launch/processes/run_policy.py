@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.processes.stop_signals import StopSignals
-from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
-from tfdist.launch.run_spec import RunSpec
+from tfdist.launch.run_spec import Role, RunSpec
 from tfdist.utils.cores_and_ports import ReservedPorts
 
 
@@ -31,7 +29,6 @@ class AttemptStart:
 
     @property
     def local_roles(self) -> dict[int, Role]:
-        """The processes of this host, by rank."""
         return {rank: self.roles[rank] for rank in self.local_ranks}
 
 
@@ -45,15 +42,7 @@ class ShutdownOrder:
     only_script: bool = False  # whether to end only processes that run the script, which may need the others to save
 
     def as_message(self) -> dict[str, Any]:
-        """Returns the fields of a message to other hosts."""
         return {"reason": self.reason, "signal": self.stop_signal, "kill": self.kill, "only_script": self.only_script}
-
-
-@dataclasses.dataclass(frozen=True)
-class RunEnd:
-    """The end of the run."""
-
-    exit_code: int  # exit code of `tfdist run`
 
 
 class RunPolicy(Protocol):
@@ -66,16 +55,12 @@ class RunPolicy(Protocol):
     shutdown_order: ShutdownOrder | None = None  # whether and why the workers of the present attempt must end
 
     @abc.abstractmethod
-    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        """Waits until the next attempt may start, or the run ends."""
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
+        """Waits until the next attempt may start, or the run ends; then returns the exit code of `tfdist run`."""
 
     @abc.abstractmethod
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        """Takes the outcome of the attempt on this host.
-
-        Raises:
-            OSError: If no worker could be started at all.
-        """
+        """Takes the outcome of the attempt on this host. Raises an OSError if no worker could be started at all."""
 
     @property
     def descriptor(self) -> int | None:
@@ -95,11 +80,7 @@ class RunPolicy(Protocol):
         return
 
     def report_lost_peer(self, text: str) -> bool:
-        """Reports a worker that failed because it lost a peer.
-
-        Returns:
-            Whether the other hosts decide what follows.
-        """
+        """Reports a worker that failed because it lost a peer; returns whether the other hosts decide what follows."""
         return False
 
     @property
@@ -121,22 +102,21 @@ class SingleNodePolicy(RunPolicy):
 
     def __init__(self, spec: RunSpec, *, error_file: ErrorFile, say: Callable[..., None]) -> None:
         self._spec, self._error_file, self._say = spec, error_file, say
-        self._evaluator = AttemptEvaluator.of(spec, spec.workers)
+        self._evaluator = AttemptEvaluator(spec, spec.workers)
         self._workers = spec.workers
         self._attempt = 0
         self._not_before = 0.0
-        self._end: RunEnd | None = None
+        self._exit_code: int | None = None  # None: the run has not ended
 
-    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        """Waits for the delay before a restart; a signal ends the run."""
-        if self._end is not None:
-            return self._end
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
+        if self._exit_code is not None:
+            return self._exit_code
         if self._attempt > 0:
             while (seconds_left := self._not_before - time.monotonic()) > 0 and not signals.received:
                 select.select([signals.fd], [], [], seconds_left)
                 signals.clear_wakeup()
             if signals.received:
-                return RunEnd(128 + signals.received[0])
+                return 128 + signals.received[0]
         roles = self._spec.roles(self._workers)
         with ReservedPorts(len(roles)) as reserved:
             addresses = tuple(f"127.0.0.1:{port}" for port in reserved.ports)
@@ -152,15 +132,13 @@ class SingleNodePolicy(RunPolicy):
         )
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        """Reports the outcome to the user and decides what follows."""
         is_stopped = bool(signals.received)
         if outcome.start_failure is not None and outcome.attempt == 0 and not is_stopped:
             raise outcome.start_failure[1]
         evaluation = self._evaluator.evaluate(outcome, is_stopped=is_stopped)
         problem = "" if evaluation.error_entry is None else self._error_file.write(evaluation.error_entry)
         self._say(*([problem] if problem else []), *evaluation.lines)
-        if evaluation.exit_code is not None:
-            self._end = RunEnd(evaluation.exit_code)
+        self._exit_code = evaluation.exit_code
         self._attempt += 1
         self._workers = evaluation.workers
         self._not_before = outcome.failed_at + evaluation.delay_seconds

@@ -1,37 +1,31 @@
-"""The status of a run: one line for a terminal, and messages for a log."""
+"""The status of a run: one line, which is painted on a terminal, and messages for a log."""
 
+import os
 from collections.abc import Mapping
 
-from tfdist.launch.process_roles import Role, count_workers, describe_jobs
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.restart.attempt_outcome import fit_suffix
+from tfdist.launch.run_spec import Role, count_workers, describe_jobs
 from tfdist.utils.formatting import counted, format_duration
 
 _CHECKPOINT_MESSAGE_SECONDS = 10.0  # minimum time between two messages about checkpoints
+_DIM, _RESET = "\x1b[2m", "\x1b[0m"
+_ERASE_LINE = "\r\x1b[K"
+_REPAINT_SECONDS = 0.2
+_MIN_COLUMNS = 20  # a narrower terminal has no room for useful text
+_ASCII = str.maketrans({"·": "|", "…": "~"})
 
 
 class RunStatus:
     """Describes the run from the workers' heartbeats. All times are monotonic, in seconds.
 
     `FailureRecovery` reports steps and checkpoints; without it only the workers are shown.
-
-    >>> from tfdist.launch.process_roles import worker_roles
-    >>> roles = worker_roles(2)
-    >>> monitor = HeartbeatMonitor(roles, now=0.0, heartbeat_timeout_seconds=10.0, stall_timeout_seconds=0.0)
-    >>> status = RunStatus(2)
-    >>> status.begin_attempt(1, roles, monitor, now=0.0)
-    >>> monitor.receive(0, b'{"step": 1230, "saved": 5, "saved_step": 1200}', now=1.0)
-    >>> status.new_messages(now=1.0)
-    ['training resumes after step 1,230 with 2 workers (restart 1)', 'checkpoint saved at step 1,200']
-    >>> status.line(now=13.0)
-    'tfdist: 2 workers · step 1,230 · 1 restart · checkpoint 1,200, 12 s ago'
     """
 
     def __init__(self, workers: int) -> None:
         self._all_workers = workers
         self._attempt = 0
         self._jobs = ""
-        self._monitor: HeartbeatMonitor | None = None
         self._began_at = 0.0
         self._has_announced_start = False
         self._announced_jobs = ""
@@ -58,8 +52,7 @@ class RunStatus:
     def line(self, *, now: float) -> str:
         """Returns the status in one line, the most important part first."""
         self._record_saves(now)
-        fit, step = (1, None) if self._monitor is None else (self._monitor.fit, self._monitor.step)
-        phase = None if self._monitor is None else self._monitor.phase
+        fit, step, phase = self._monitor.fit, self._monitor.step, self._monitor.phase
         parts = [self._jobs]
         if step is None:
             parts.append(f"running for {format_duration(now - self._began_at)}")
@@ -81,8 +74,8 @@ class RunStatus:
         """
         self._record_saves(now)
         messages = []
-        step = None if self._monitor is None else self._monitor.step
-        if self._monitor is not None and step is not None and not self._has_announced_start:
+        step = self._monitor.step
+        if step is not None and not self._has_announced_start:
             self._has_announced_start = True
             messages.append(self._start_message(step, self._monitor.fit))
             self._announced_jobs = self._jobs
@@ -100,9 +93,61 @@ class RunStatus:
         return f"{how} with {self._jobs}" + (f" ({', '.join(notes)})" if notes else "")
 
     def _record_saves(self, now: float) -> None:
-        if self._monitor is None or self._monitor.saved is None:
-            return
         fit, saved = self._monitor.fit, self._monitor.saved
-        if saved > self._saves.get(fit, -1):
+        if saved is not None and saved > self._saves.get(fit, -1):
             self._saves[fit] = saved
             self._saved, self._saved_step, self._saved_at = (fit, saved), self._monitor.saved_step, now
+
+
+class StatusLine:
+    """The line below all others on a terminal that shows the status of the run.
+
+    Methods return the text to write to the terminal. The line never fills its row, because some terminals would then
+    start a new one. The width of the terminal is read at every repaint.
+    """
+
+    def __init__(self, terminal: int, *, has_style: bool, is_ascii: bool) -> None:
+        self._terminal, self._has_style, self._is_ascii = terminal, has_style, is_ascii
+        self._text = self._painted = ""
+        self._painted_at = -_REPAINT_SECONDS
+
+    @classmethod
+    def on(cls, fd: int, environ: Mapping[str, str], encoding: str) -> "StatusLine | None":
+        """Returns the line of a terminal that can repaint it, by TERM and NO_COLOR, or None for any other file."""
+        if not os.isatty(fd) or environ.get("TERM", "dumb") in ("", "dumb"):
+            return None
+        is_ascii = encoding.lower().replace("-", "") != "utf8"
+        return cls(fd, has_style=not environ.get("NO_COLOR"), is_ascii=is_ascii)
+
+    def is_on(self, fd: int) -> bool:
+        """Whether a file descriptor is the same terminal."""
+        return os.isatty(fd) and os.fstat(fd).st_rdev == os.fstat(self._terminal).st_rdev
+
+    def around(self, lines: str) -> str:
+        """Returns `lines`, which end with a newline, preceded by code that erases the line and followed by the line."""
+        self._painted = self._fitted()
+        # The line is erased even if this process has painted none: the process that it was forked from may have.
+        return f"{_ERASE_LINE}{lines}{self._painted}"
+
+    def update(self, text: str, *, now: float) -> str:
+        """Returns code that shows `text`; empty if it is shown already, or was repainted less than 0.2 s ago.
+
+        An empty text erases the line.
+        """
+        self._text = text
+        fitted = self._fitted()
+        if fitted == self._painted or (text and now - self._painted_at < _REPAINT_SECONDS):
+            return ""
+        self._painted, self._painted_at = fitted, now
+        return f"{_ERASE_LINE}{fitted}"
+
+    def _fitted(self) -> str:
+        try:
+            columns = os.get_terminal_size(self._terminal).columns or 80
+        except OSError:
+            columns = 80
+        if not self._text or columns < _MIN_COLUMNS:
+            return ""
+        text = self._text if len(self._text) < columns else self._text[: columns - 2] + "…"
+        text = text.translate(_ASCII) if self._is_ascii else text
+        return f"{_DIM}{text}{_RESET}" if self._has_style else text

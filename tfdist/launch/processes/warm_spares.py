@@ -32,7 +32,6 @@ class _WarmSpare:
 
     @property
     def is_warm(self) -> bool:
-        """Whether its imports are complete."""
         if not self._is_warm:
             try:
                 self._is_warm = bool(self._channel.recv(1))
@@ -56,7 +55,6 @@ class _WarmSpare:
         self._channel.close()
 
     def kill(self) -> None:
-        """Kills the process and closes its descriptors."""
         self.close()
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait(_UNKILLABLE_SECONDS)
@@ -74,15 +72,10 @@ class WarmSpares:
 
     @property
     def pids(self) -> set[int]:
-        """The process ids of the waiting spares."""
         return {spare.worker.pid for spare in self._waiting}
 
     def start_worker(self, rank: int, environ: Mapping[str, str]) -> WorkerProcess:
-        """Starts a worker, in a waiting spare if there is one.
-
-        Raises:
-            OSError: If the system has no room for another process.
-        """
+        """Starts a worker, in a waiting spare if there is one."""
         while self._waiting:
             spare = self._waiting.pop(0)
             if spare.become_worker(rank, environ):
@@ -112,7 +105,6 @@ class WarmSpares:
         self._waiting.append(spare)
 
     def close(self) -> None:
-        """Kills the waiting spares."""
         while self._waiting:
             self._waiting.pop().kill()
         self.close_connections()

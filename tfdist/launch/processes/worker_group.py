@@ -5,10 +5,10 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from tfdist.launch.process_roles import SERVER_COMMAND, Role
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, reap_orphans
 from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_process import WorkerProcess
+from tfdist.launch.run_spec import SERVER_COMMAND, Role
 
 _REAP_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -30,11 +30,7 @@ class WorkerGroup:
         self._former: list[WorkerProcess] = []  # exited workers whose children may be left
 
     def start(self, rank: int, environ: Mapping[str, str], role: Role) -> WorkerProcess:
-        """Starts a worker. It replaces an exited worker of the same rank.
-
-        Raises:
-            OSError: If the system has no room for another process.
-        """
+        """Starts a worker. It replaces an exited worker of the same rank."""
         if role.runs_script:
             worker = self._spares.start_worker(rank, environ)
         else:
@@ -62,12 +58,10 @@ class WorkerGroup:
 
     @property
     def runs_script(self) -> bool:
-        """Whether any process that runs the script has not been reaped."""
         return any(self._roles[worker.rank].runs_script for worker in self.running)
 
     @property
     def all_run_script(self) -> bool:
-        """Whether all processes run the script."""
         return all(role.runs_script for role in self._roles.values())
 
     def send_signal(self, number: int, *, only_script: bool = False) -> None:
@@ -99,7 +93,6 @@ class WorkerGroup:
             reap_orphans(spared=running_pids | self._spares.pids | self._spared)
 
     def close(self) -> None:
-        """Closes all descriptors."""
         for worker in self.workers.values():
             worker.close()
         self._spares.close_connections()
@@ -117,12 +110,10 @@ class GroupShutdown:
 
     @property
     def has_begun(self) -> bool:
-        """Whether workers have been signalled to exit."""
         return self.began_at is not None
 
     @property
     def has_killed(self) -> bool:
-        """Whether all have been sent SIGKILL."""
         return self._killed_at is not None
 
     def terminate(self, grace_seconds: float, *, only_script: bool = False) -> None:
@@ -145,7 +136,6 @@ class GroupShutdown:
         self._group.send_signal(signal.SIGKILL)
 
     def kill_if_due(self) -> None:
-        """Kills all if the grace period has expired."""
         if self._killed_at is None and time.monotonic() >= self._kill_at:
             self.kill()
 

@@ -9,11 +9,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tfdist.cluster import SEED_VARIABLE, ClusterConfig
+from tfdist.cluster import SEED_VARIABLE, ClusterConfig, ClusterSpec
 from tfdist.cluster.heartbeat import VARIABLE
-from tfdist.launch.process_roles import cluster_spec, count_computing, is_chief_with_workers
 from tfdist.launch.processes.run_policy import AttemptStart
-from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec
+from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec, count_computing
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 
@@ -30,9 +29,6 @@ class WorkerProcess:
     The process leads a session, so that a signal can be sent to it and all its children, and Ctrl-C on the terminal
     reaches the launcher only. The kernel kills it when the launcher dies. Start it from the launcher's main thread,
     because the kernel watches the thread. Its environment is complete but for the number of its heartbeat socket.
-
-    Raises:
-        OSError: If the system has no room for another process.
     """
 
     def __init__(
@@ -80,12 +76,10 @@ class WorkerProcess:
         return self._process.poll()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Waits until the process has exited, at most for `timeout_seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
 
     def read_heartbeats(self) -> Iterator[bytes]:
-        """Yields the heartbeats that have arrived."""
         for _ in range(_MAX_DATAGRAMS):
             try:
                 yield self.heartbeats.recv(_MAX_DATAGRAM_BYTES)
@@ -121,7 +115,6 @@ class WorkerProcess:
         return self._group_is_gone
 
     def close(self) -> None:
-        """Closes the descriptors."""
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
@@ -162,7 +155,10 @@ class WorkerEnvironments:
         """Returns the environments of an attempt, by rank."""
         roles = start.local_roles
         share = ThreadShare(count_computing(roles), usable_cores(), self._spec.threads_per_worker, self._environ)
-        spec = cluster_spec(start.roles.values(), start.addresses)
+        jobs: dict[str, list[str]] = {}
+        for role, address in zip(start.roles.values(), start.addresses, strict=True):
+            jobs.setdefault(role.task.type, []).append(address)
+        cluster = ClusterSpec(jobs)
         inherited = {name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE}
         common = {
             **seeded_environment(inherited, start.seed),
@@ -174,15 +170,16 @@ class WorkerEnvironments:
             "TFDIST_ATTEMPT": str(start.attempt),
             "TFDIST_FULL_WORKERS": str(start.full_workers),
         }
-        if is_chief_with_workers(start.roles.values()):
+        if any(role.is_server and role.task.type == "worker" for role in start.roles.values()):
             common = {_ALLOCATOR_POOLS: "1", **common}
-        configs = {rank: ClusterConfig(spec, role.task) for rank, role in roles.items()}
         # TensorFlow reserves the memory of each GPU that it sees, which a worker on this host needs.
-        hidden: dict[int, dict[str, str]] = {
-            rank: {} if role.computes else {"CUDA_VISIBLE_DEVICES": "-1"} for rank, role in roles.items()
-        }
+        without_gpus = {**common, "CUDA_VISIBLE_DEVICES": "-1"}
         return {
-            rank: {**common, **hidden[rank], "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()
+            rank: {
+                **(common if role.computes else without_gpus),
+                "TF_CONFIG": ClusterConfig(cluster, role.task).to_tf_config(),
+            }
+            for rank, role in roles.items()
         }
 
 

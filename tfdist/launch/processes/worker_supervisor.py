@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
-from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.event_loop import EventLoop
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.processes.output import Console, OutputClosed, WorkerOutput
@@ -14,10 +13,10 @@ from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
-from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, has_completed
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
-from tfdist.launch.run_spec import GracePeriods
+from tfdist.launch.run_spec import Role, RunSpec, count_workers
 from tfdist.utils.formatting import signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05
@@ -44,16 +43,16 @@ class WorkerSupervisor:
         *,
         policy: RunPolicy,
         group: WorkerGroup,
-        backoff: WorkerBackoff,
         signals: StopSignals,
-        grace_periods: GracePeriods,
         monitor: HeartbeatMonitor,
+        spec: RunSpec,
     ) -> None:
         self._roles, self._environments = start.local_roles, environments
         self._console, self._logs, self._signals = console, logs, signals
-        self._grace_periods, self._monitor = grace_periods, monitor
+        self._grace_periods, self._monitor = spec.grace_periods(may_restart=start.may_restart), monitor
         self._policy, self._policy_fd = policy, policy.descriptor
-        self._backoff = backoff
+        restarted_alone = [rank for rank, role in self._roles.items() if role.is_restarted_alone]
+        self._backoff = WorkerBackoff(restarted_alone, limit=spec.worker_restarts)
         # The exit after which this host has no worker any more that is restarted alone.
         self._last_restartable: WorkerExit | None = None
         self._group, self._shutdown = group, GroupShutdown(group)
@@ -68,11 +67,7 @@ class WorkerSupervisor:
         self._suspects_freeze = False
 
     def run(self) -> Outcome:
-        """Runs the workers until all have exited.
-
-        Raises:
-            OutputClosed: If the reader of the output is gone.
-        """
+        """Runs the workers until all have exited. Raises `OutputClosed` if the reader of the output is gone."""
         self._events.watch(self._signals.fd, self._signals.clear_wakeup)
         if self._policy_fd is not None:
             self._events.watch(self._policy_fd, lambda: None)
@@ -341,7 +336,6 @@ class _OutcomeBuilder:
         return "no cause was found in time" if cause is None else f"{cause.name}: {cause.describe()}"
 
     def record_frozen(self, rank: int, reason: str) -> None:
-        """Records that a worker is frozen and will be killed."""
         self._failure_reasons[rank] = f"frozen: {reason}"
 
     def worker_exit(
@@ -351,7 +345,9 @@ class _OutcomeBuilder:
         role, reason = self._roles[worker.rank], self._failure_reasons.get(worker.rank, "")
         if role.is_restarted_alone:
             self._failure_reasons.pop(worker.rank, None)
-        if not role.runs_script and (self._is_complete or (role.is_restarted_alone and all_signalled)):
+        if not role.runs_script and (
+            has_completed(self.exits, self._roles) or (role.is_restarted_alone and all_signalled)
+        ):
             # Nobody needs it any more, however it exits.
             return WorkerExit(worker.rank, returncode, was_signalled=True, at=time.time(), task=role.name)
         was_signalled = bool(worker.signals_sent) and not reason
@@ -368,11 +364,11 @@ class _OutcomeBuilder:
         )
 
     def build(self, shutdown_began_at: float | None, monitor: HeartbeatMonitor) -> Outcome:
-        """Returns the outcome of the attempt."""
         errors = {
             rank: error
             for rank, error in monitor.errors.items()
-            if self._roles[rank].runs_script or not (self._roles[rank].is_restarted_alone or self._is_complete)
+            if self._roles[rank].runs_script
+            or not (self._roles[rank].is_restarted_alone or has_completed(self.exits, self._roles))
         }
         failed_at = time.monotonic() if shutdown_began_at is None else shutdown_began_at
         return Outcome(
@@ -392,13 +388,3 @@ class _OutcomeBuilder:
             saved=monitor.saved,
             errors=errors,
         )
-
-    @property
-    def _is_complete(self) -> bool:
-        """Whether a process that runs the script has exited successfully without being signalled."""
-        script_exits = [
-            worker_exit
-            for worker_exit in self.exits
-            if self._roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
-        ]
-        return any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits)

@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
-from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome, has_completed
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.run_spec import GracePeriods
+from tfdist.launch.run_spec import GracePeriods, Role, count_workers
 
 REPORTS = ("failed", "lost_peer", "no_worker", "done")
 """Types of the messages about an attempt."""
@@ -43,19 +42,16 @@ class AttemptTracker:
     def receive(
         self, node: Node, message: Mapping[str, Any], *, grace_periods: GracePeriods, now: float
     ) -> dict[str, Any] | None:
-        """Takes one of the `REPORTS` of a node that runs the attempt.
+        """Takes one of the `REPORTS` of a node that runs the attempt, and returns the answer, if any.
 
-        Returns:
-            The answer, or None.
-
-        Raises:
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        ValueError, KeyError and TypeError mean that the message is malformed.
         """
         match message["type"]:
             case "failed":
                 self.fail(node, str(message["text"]), now=now)
             case "lost_peer":
-                self.report_lost_peer(str(message["text"]), now=now)
+                # Its node has waited for another cause.
+                self._lost_peer, self._lost_peer_from = self._lost_peer or str(message["text"]), now
             case "done":
                 self.finish(node, decode_outcome(message["outcome"], node.host), grace_periods=grace_periods, now=now)
             case "no_worker":
@@ -70,16 +66,8 @@ class AttemptTracker:
             self._failed_ranks.append(node.rank)
         self._order(ShutdownOrder(text), now)
 
-    def report_lost_peer(self, text: str, *, now: float) -> None:
-        """Records a failure that only reports a lost peer; its node has waited for another cause."""
-        self._lost_peer, self._lost_peer_from = self._lost_peer or text, now
-
     def lose(self, node: Node, text: str, *, now: float) -> str:
-        """Records the loss of a node.
-
-        Returns:
-            What follows, for the user, if the training continues without the node.
-        """
+        """Records the loss of a node; returns what follows, for the user, if the training continues without it."""
         self._nodes.remove(node)
         is_needed = not all(role.is_restarted_alone for role in node.roles.values())
         if self.order is None and not is_needed and self._has_workers:
@@ -92,8 +80,7 @@ class AttemptTracker:
     def take_back(self, node: Node) -> bool:
         """Lets a node run the processes that were lost with it, if it has joined again at the same address.
 
-        Returns:
-            Whether it takes part in the attempt.
+        Returns whether it takes part in the attempt.
         """
         absent_node = self._absent.get(node.rank)
         if absent_node is None or self.order is not None or self.is_over:
@@ -107,7 +94,6 @@ class AttemptTracker:
         return True
 
     def stop(self, number: int, text: str, *, again: bool, now: float) -> None:
-        """Records a signal to a supervisor."""
         self.is_stopped = True
         if self.order is None:
             has_chief = any(node.has_chief for node in self._nodes)
@@ -128,7 +114,7 @@ class AttemptTracker:
             self._end_servers(now)
         if self.order is not None or not outcome.has_failed:
             return
-        if root_cause is not None and root_cause.is_preempted:
+        if has_saved:
             self._saved_until = self._saved_until or now + grace_periods.stop
         elif root_cause is not None and root_cause.reports_lost_peer:
             self._lost_peer = self._lost_peer or outcome.describe()
@@ -207,10 +193,7 @@ def _without_needless(exits: Sequence[WorkerExit], roles: Mapping[int, Role]) ->
     The chief's node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and
     end.
     """
-    script_exits = [
-        worker_exit for worker_exit in exits if roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
-    ]
-    if not any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits):
+    if not has_completed(exits, roles):
         return tuple(exits)
     return tuple(
         worker_exit

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import describe_jobs
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.attempt_tracker import REPORTS, AttemptTracker
 from tfdist.launch.rendezvous.membership import (
@@ -13,25 +12,25 @@ from tfdist.launch.rendezvous.membership import (
     JoinRejectedError,
     Membership,
     Node,
-    NodeConnection,
     workers_left_out,
 )
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
-from tfdist.launch.run_spec import RunSpec
+from tfdist.launch.run_spec import RunSpec, describe_jobs
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.formatting import signal_name
 
 _READY_SECONDS = 30.0
 
 
-class _Phase(enum.Enum):
+class _RunPhase(enum.Enum):
     GATHERING = "waits for nodes, or for the delay before a restart"
     PREPARING = "nodes choose ports"
     RUNNING = "an attempt runs"
     OVER = "the nodes know the end of the run"
 
 
-class Coordinator:
+class RunCoordinator:
     """State machine of a run over several nodes, without sockets and clocks.
 
     The caller passes connections, messages, and `now`: a time in seconds, see `ActiveClock`.
@@ -40,7 +39,7 @@ class Coordinator:
     def __init__(self, spec: RunSpec, *, now: float) -> None:
         self._spec = spec
         self._membership = Membership(spec)
-        self._phase = _Phase.GATHERING
+        self._phase = _RunPhase.GATHERING
         self._attempt = self._round = 0
         self._not_before, self._deadline = now, now + spec.start_timeout_seconds
         self._heartbeat_at = now
@@ -57,15 +56,10 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether the run is over, and the nodes know it."""
-        return self._phase is _Phase.OVER
+        return self._phase is _RunPhase.OVER
 
-    def join(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> Node | None:
-        """Adds a node, or rejects it and returns None.
-
-        Raises:
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
-            ConnectionClosedError: If the node is gone.
-        """
+    def join(self, connection: NonblockingConnection, message: Mapping[str, Any], *, now: float) -> Node | None:
+        """Adds a node, or rejects it and returns None. ValueError, KeyError and TypeError: malformed message."""
         if self.is_over:
             reason = "Received: a request to join after the end of the run. Expected: a run in progress."
             connection.send({"type": "rejected", "reason": reason})
@@ -80,7 +74,7 @@ class Coordinator:
         spec = self._spec
         timing = {"heartbeat_seconds": spec.heartbeat_seconds, "heartbeat_timeout": spec.heartbeat_timeout}
         connection.send({"type": "joined", "run": spec.run_id, "seed": spec.run_seed, **timing})
-        if self._phase is _Phase.RUNNING and self._tracker is not None:
+        if self._phase is _RunPhase.RUNNING and self._tracker is not None:
             if self._tracker.take_back(node):
                 self._send(node, {**self._start, "ranks": list(node.roles)})
                 self._broadcast({"type": "notice", "text": f"{node.name} takes part in attempt {self._attempt} again"})
@@ -90,18 +84,14 @@ class Coordinator:
         return node
 
     def handle(self, node: Node, message: Mapping[str, Any], *, now: float) -> None:
-        """Handles a message of a node.
-
-        Raises:
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
-        """
+        """Handles a message of a node. ValueError, KeyError and TypeError mean that it is malformed."""
         node.heard_at = now
         kind, tracker = message["type"], self._tracker
         if kind == "heartbeat":
             node.suspects = bool(message["suspects"])
         elif kind == "stop":
             self._stop(node, int(message["signal"]), bool(message["again"]), now)
-        elif kind == "ready" and self._phase is _Phase.PREPARING and message["round"] == self._round:
+        elif kind == "ready" and self._phase is _RunPhase.PREPARING and message["round"] == self._round:
             ports = tuple(int(port) for port in message["ports"])
             if len(ports) != len(node.roles) or not all(0 < port < 65_536 for port in ports):
                 raise ValueError("invalid ports")
@@ -114,12 +104,10 @@ class Coordinator:
 
     def lose(self, node: Node, reason: str, *, now: float) -> None:
         """Removes a node whose connection is closed or which sent a malformed message."""
-        if self._membership.find(node.rank) is node:
-            self._membership.remove(node)
+        if self._membership.remove(node):
             self._handle_loss(node, reason, now)
 
     def tick(self, *, now: float) -> None:
-        """Does everything that is due."""
         limit = self._spec.heartbeat_timeout
         while self._broken:
             node, reason = self._broken.pop()
@@ -127,18 +115,17 @@ class Coordinator:
         for node in self._membership.nodes:
             if limit and now - node.heard_at >= limit:
                 self.lose(node, f"no heartbeat for {limit:g} s", now=now)
-        if self._phase is _Phase.GATHERING:
+        if self._phase is _RunPhase.GATHERING:
             self._gather(now)
-        if self._phase is _Phase.PREPARING:
+        if self._phase is _RunPhase.PREPARING:
             self._start_when_ready(now)
-        if self._phase is _Phase.RUNNING and self._tracker is not None:
+        if self._phase is _RunPhase.RUNNING and self._tracker is not None:
             self._watch(self._tracker, now)
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._spec.heartbeat_seconds
             self._broadcast({"type": "heartbeat"})
 
     def abort(self, reason: str) -> None:
-        """Ends the run because it cannot continue."""
         self._finish(LOST_RUN_EXIT_CODE, [reason])
 
     def _gather(self, now: float) -> None:
@@ -176,7 +163,7 @@ class Coordinator:
         for node, node.roles in zip(nodes, self._spec.roles_of_nodes([node.share for node in nodes]), strict=True):
             self._send(node, {"type": "prepare", "round": self._round, "processes": len(node.roles)})
         if nodes:
-            self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
+            self._phase, self._ready_by = _RunPhase.PREPARING, now + _READY_SECONDS
 
     @property
     def _joining_seconds(self) -> float:
@@ -196,10 +183,10 @@ class Coordinator:
             return
         all_workers = self._membership.all_workers
         if self._evaluator is None:
-            self._evaluator = AttemptEvaluator.of(self._spec, all_workers)
+            self._evaluator = AttemptEvaluator(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
         self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
-        self._phase = _Phase.RUNNING
+        self._phase = _RunPhase.RUNNING
         self._start = {
             "type": "start",
             "attempt": self._attempt,
@@ -225,7 +212,7 @@ class Coordinator:
             self._sent_order = order = tracker.order
             for node in running:
                 self._send(node, {"type": "shut_down", "attempt": self._attempt, **order.as_message()})
-        if tracker.is_over and self._phase is _Phase.RUNNING:
+        if tracker.is_over and self._phase is _RunPhase.RUNNING:
             self._evaluate(tracker, now)
 
     def _evaluate(self, tracker: AttemptTracker, now: float) -> None:
@@ -248,7 +235,7 @@ class Coordinator:
         ended_at = now if tracker.ordered_at is None else tracker.ordered_at
         self._not_before, self._deadline = ended_at + result.delay_seconds, now + self._joining_seconds
         self._attempt += 1
-        self._tracker, self._phase = None, _Phase.GATHERING
+        self._tracker, self._phase = None, _RunPhase.GATHERING
 
     def _handle_loss(self, node: Node, reason: str, now: float) -> None:
         node.connection.close()
@@ -258,21 +245,21 @@ class Coordinator:
         if node.rank == 0:
             self.abort(f"{text}; the run ends because the coordinator runs there")
             return
-        if self._phase is _Phase.PREPARING:
-            self._phase, self._deadline = _Phase.GATHERING, now + self._joining_seconds
-        if self._phase is _Phase.RUNNING and self._tracker is not None and node.is_running:
+        if self._phase is _RunPhase.PREPARING:
+            self._phase, self._deadline = _RunPhase.GATHERING, now + self._joining_seconds
+        if self._phase is _RunPhase.RUNNING and self._tracker is not None and node.is_running:
             text += self._tracker.lose(node, text, now=now)
         self._broadcast({"type": "notice", "text": text})
 
     def _stop(self, node: Node, number: int, again: bool, now: float) -> None:
         text = f"{signal_name(number)} on {node.name}"
-        if self._phase is _Phase.RUNNING and self._tracker is not None:
+        if self._phase is _RunPhase.RUNNING and self._tracker is not None:
             self._tracker.stop(number, text, again=again, now=now)
         elif not self.is_over:
             self._finish(128 + number, [f"{text}: the run ends"])
 
     def _finish(self, code: int, lines: list[str], *, entry: dict[str, Any] | None = None) -> None:
-        self._phase = _Phase.OVER
+        self._phase = _RunPhase.OVER
         self._broadcast({"type": "run_over", "code": code, "lines": lines, "entry": entry})
 
     def _broadcast(self, message: Mapping[str, Any]) -> None:

@@ -8,18 +8,17 @@ import socket
 import time
 import traceback
 
-from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
-from tfdist.launch.rendezvous.coordinator import Coordinator
-from tfdist.launch.rendezvous.membership import Node, is_loopback
+from tfdist.launch.rendezvous.coordinator import RunCoordinator
+from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import Credentials
-from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
-from tfdist.transport.nonblocking_connection import NonblockingConnection
+from tfdist.transport.nonblocking_connection import HANDSHAKE_SECONDS, Listener, NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.cores_and_ports import is_loopback, listen_on_all_interfaces
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 PROTOCOL = 3
@@ -38,9 +37,6 @@ class CoordinatorProcess:
 
     If `host` is a loopback address it serves this host only; otherwise it listens on all interfaces, as TensorFlow's
     servers do.
-
-    Raises:
-        UsageError: If the process cannot listen on the port.
     """
 
     def __init__(self, host: str, port: int, token: str, spec: RunSpec, console: Console) -> None:
@@ -50,7 +46,11 @@ class CoordinatorProcess:
         if self.pid == 0:
             status = 1
             try:
-                _detach(launcher)
+                # It ends with the launcher, but ignores the signals that the launcher handles.
+                die_with_parent(launcher)
+                os.setsid()
+                for number in STOP_SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
                 _serve(server, token, spec, console)
                 status = 0
             except BaseException:
@@ -60,10 +60,7 @@ class CoordinatorProcess:
         server.close()
 
     def close(self, *, is_graceful: bool) -> None:
-        """Ends the process.
-
-        If `is_graceful`, the process may first announce the end of the run to all nodes, in limited time.
-        """
+        """Ends the process; if `is_graceful`, it may first announce the end of the run to all nodes for a while."""
         deadline = time.monotonic() + (2 * _FAREWELL_SECONDS if is_graceful else 0.0)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
@@ -72,14 +69,6 @@ class CoordinatorProcess:
                     os.waitpid(self.pid, 0)
                     return
                 time.sleep(_POLL_SECONDS / 2)
-
-
-def _detach(launcher: int) -> None:
-    """Ends with the launcher, but ignores the signals that the launcher handles."""
-    die_with_parent(launcher)
-    os.setsid()
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -102,7 +91,7 @@ def _serve(server: socket.socket, token: str, spec: RunSpec, console: Console) -
         server, rendezvous_credentials(token), lambda text: console.say_unless_blocked(f"rendezvous: {text}")
     )
     clock = ActiveClock(now=time.monotonic())
-    coordinator = Coordinator(spec, now=0.0)
+    coordinator = RunCoordinator(spec, now=0.0)
     joining: dict[NonblockingConnection, float] = {}  # connections that have not asked to join, with their deadlines
     nodes: dict[NonblockingConnection, Node] = {}
     farewell_at: float | None = None
@@ -137,7 +126,7 @@ def _poll(listener: Listener, connections: list[NonblockingConnection]) -> None:
     poll.poll(_POLL_SECONDS * 1000)
 
 
-def _exchange(coordinator: Coordinator, connection: NonblockingConnection, node: Node, now: float) -> None:
+def _exchange(coordinator: RunCoordinator, connection: NonblockingConnection, node: Node, now: float) -> None:
     try:
         connection.flush()
         for message in connection.receive():
@@ -150,7 +139,7 @@ def _exchange(coordinator: Coordinator, connection: NonblockingConnection, node:
         connection.close()
 
 
-def _join(coordinator: Coordinator, connection: NonblockingConnection, now: float) -> Node | bool | None:
+def _join(coordinator: RunCoordinator, connection: NonblockingConnection, now: float) -> Node | bool | None:
     """Returns the node that has joined over a connection; None: no request yet; False: it was rejected or is gone."""
     try:
         for message in connection.receive():

@@ -1,27 +1,16 @@
 """The nodes that have joined a run, and which of them runs which processes."""
 
 import dataclasses
-import ipaddress
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.run_spec import RunSpec, bracketed
+from tfdist.launch.run_spec import Role, RunSpec, bracketed
+from tfdist.transport.nonblocking_connection import NonblockingConnection
+from tfdist.utils.cores_and_ports import is_loopback
 
 SUSPICIOUS_HEARTBEATS = 2.5
 """Number of missed heartbeats after which a node is suspected to be lost."""
-
-
-class NodeConnection(Protocol):
-    """What the coordinator needs of a connection to a node."""
-
-    @property
-    def local_address(self) -> str: ...
-
-    def send(self, message: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JoinRejectedError(Exception):
@@ -36,7 +25,7 @@ class Node:
     host: str  # hostname
     address: str  # where other nodes reach its workers
     workers: int  # number of workers it was started for
-    connection: NodeConnection
+    connection: NonblockingConnection
     heard_at: float  # time of its last message
     suspects: bool = False  # it suspects one of its workers to be frozen
     share: int = 0  # number of its workers in the attempt; 0: it does not take part
@@ -74,12 +63,10 @@ class Membership:
 
     @property
     def nodes(self) -> list[Node]:
-        """The present nodes, by rank."""
         return [self._nodes[rank] for rank in sorted(self._nodes)]
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of the absent nodes."""
         return [rank for rank in range(self._spec.nodes) if rank not in self._nodes]
 
     @property
@@ -92,19 +79,12 @@ class Membership:
         """Number of workers for which all nodes were started that have ever joined."""
         return sum(self._sizes.values())
 
-    def find(self, rank: int) -> Node | None:
-        """Returns the node with a rank, or None if it is absent."""
-        return self._nodes.get(rank)
+    def admit(
+        self, connection: NonblockingConnection, message: Mapping[str, Any], *, now: float
+    ) -> tuple[Node, Node | None]:
+        """Adds a node; returns it, and the silent node of the same rank that it replaces, or None.
 
-    def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
-        """Adds a node.
-
-        Returns:
-            The node, and the silent node of the same rank that it replaces, or None.
-
-        Raises:
-            JoinRejectedError: If the node does not fit.
-            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        Raises a JoinRejectedError if the node does not fit; ValueError, KeyError or TypeError: malformed message.
         """
         rank, workers = int(message["node"]), int(message["workers"])
         spec, node_options = self._spec, message["options"]
@@ -132,10 +112,12 @@ class Membership:
         self._sizes[rank] = workers
         return node, previous_node
 
-    def remove(self, node: Node) -> None:
-        """Removes a node that is lost."""
-        if self._nodes.get(node.rank) is node:
+    def remove(self, node: Node) -> bool:
+        """Removes a node, unless another one has taken its place; returns whether it did."""
+        is_present = self._nodes.get(node.rank) is node
+        if is_present:
             del self._nodes[node.rank]
+        return is_present
 
     def addresses(self) -> list[str]:
         """Returns `host:port` of all processes of the attempt, by rank.
@@ -158,18 +140,6 @@ class Membership:
                     for rank, port in zip(node.roles, node.ports or (), strict=True)
                 }
         return [addresses_by_rank[rank] for rank in sorted(addresses_by_rank)]
-
-
-def is_loopback(address: str) -> bool:
-    """Returns whether an address is a loopback address.
-
-    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("node7")
-    (True, False, False)
-    """
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _shown(value: object) -> str:

@@ -1,21 +1,26 @@
-"""The run policy of one node of several: the coordinator decides; its messages and answers."""
+"""The run policy of one node of several: joins a run, which a coordinator decides; its messages and answers."""
 
 import contextlib
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import count_workers, run_roles
 from tfdist.launch.processes.output import Console
-from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
+from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
-from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
-from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.transport.nonblocking_connection import NonblockingConnection
-from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
+from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, encode_outcome
+from tfdist.launch.run_spec import NodeOptions, RunSpec, count_workers, run_roles
+from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
+from tfdist.transport.transport_errors import (
+    ConnectionClosedError,
+    InvalidProofError,
+    ProtocolMismatchError,
+    TokenRejectedError,
+)
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ReservedPorts
@@ -43,17 +48,13 @@ class NodeClient(RunPolicy):
         self._heard_at = self._heartbeat_at = 0.0
         self._reserved: ReservedPorts | None = None
         self._start: AttemptStart | None = None  # not yet passed to the supervisor
-        self._end: RunEnd | None = None
+        self._exit_code: int | None = None  # None: the run has not ended
         self._attempt: int | None = None  # the running one
         self._has_reported_lost_peer = self._suspects_freeze = self._has_other_workers = False
         self._stops_sent = 0
 
     def join(self, request: Mapping[str, Any]) -> None:
-        """Asks to join, and waits for the answer.
-
-        Raises:
-            UsageError: If the coordinator rejects this node or does not answer.
-        """
+        """Asks to join, and waits for the answer. Raises a UsageError if the coordinator rejects this node."""
         deadline = time.monotonic() + _JOIN_SECONDS
         try:
             self._connection.send({**request, "address": self.address})
@@ -72,35 +73,31 @@ class NodeClient(RunPolicy):
 
     @property
     def descriptor(self) -> int | None:
-        """The descriptor that becomes readable with a message of the coordinator; None after its loss."""
         return self._connection.fileno() if self.is_connected else None
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection is open."""
         return self._connection.fileno() >= 0
 
-    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
-        """Waits until the coordinator starts an attempt or ends the run."""
-        while self._start is None and self._end is None:
-            self._wait(signals)
-        start, self._start = self._start, None
-        if self._end is not None or start is None:
-            return self._end or RunEnd(LOST_RUN_EXIT_CODE)
-        if start.attempt == 0:  # a node that joins again is in the middle of a run
-            with contextlib.suppress(OSError):
-                self._error_file.clear()
-        return start
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
+        while self._exit_code is None:
+            start, self._start = self._start, None
+            if start is None:
+                self._wait(signals)
+                continue
+            if start.attempt == 0:  # a node that joins again is in the middle of a run
+                with contextlib.suppress(OSError):
+                    self._error_file.clear()
+            return start
+        return self._exit_code
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        """Reports the outcome on this node, and waits until the attempt is over on all nodes."""
         self._send({"type": "done", "attempt": self._attempt, "outcome": encode_outcome(outcome)})
         finished = self._attempt
-        while self._attempt == finished and self._end is None:
+        while self._attempt == finished and self._exit_code is None:
             self._wait(signals)
 
     def poll(self, *, suspects_freeze: bool = False) -> None:
-        """Handles received messages and sends a heartbeat if it is due. Call this several times a second."""
         if not self.is_connected:
             return
         try:
@@ -118,15 +115,9 @@ class NodeClient(RunPolicy):
             self._disconnect(str(error))
 
     def report_failure(self, text: str) -> None:
-        """Reports at once a failure with a cause on this node."""
         self._send({"type": "failed", "attempt": self._attempt, "text": text})
 
     def report_lost_peer(self, text: str) -> bool:
-        """Reports a failure that only reports a lost peer; the coordinator decides whether the attempt ends.
-
-        Returns:
-            Whether the coordinator can decide.
-        """
         if not self._has_reported_lost_peer:
             self._has_reported_lost_peer = True
             self._send({"type": "lost_peer", "attempt": self._attempt, "text": text})
@@ -138,18 +129,15 @@ class NodeClient(RunPolicy):
         return self._has_other_workers
 
     def report_no_worker(self) -> None:
-        """Reports that no worker of this host is left; the coordinator answers if no other host has any."""
         self._send({"type": "no_worker", "attempt": self._attempt})
 
     def report_signals(self, received: Sequence[int]) -> None:
-        """Reports the signals that this supervisor received, each once."""
         for index, number in enumerate(received):
             if index >= self._stops_sent:
                 self._send({"type": "stop", "signal": int(number), "again": number in received[:index]})
         self._stops_sent = max(self._stops_sent, len(received))
 
     def close(self) -> None:
-        """Leaves the run."""
         self._release_ports()
         if self.is_connected:
             self._connection.close()
@@ -163,7 +151,7 @@ class NodeClient(RunPolicy):
         signals.clear_wakeup()
         self.report_signals(signals.received)
         self.poll()
-        if len(signals.received) > _MAX_SIGNALS and self._end is None:
+        if len(signals.received) > _MAX_SIGNALS and self._exit_code is None:
             self._disconnect("no reaction to the signals")
 
     def _take_answer(self, answer: Mapping[str, Any]) -> None:
@@ -201,11 +189,13 @@ class NodeClient(RunPolicy):
             )
         elif kind in ("attempt_over", "run_over"):
             self._console.say_to_all(*(str(line) for line in message["lines"]))
-            if message["entry"] is not None:
-                self._write_error_file(message["entry"])
+            if (entry := message["entry"]) is not None:
+                local_entry = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
+                if problem := self._error_file.write(local_entry):
+                    self._console.say(problem)
             self._attempt = None
             if kind == "run_over":
-                self._end = RunEnd(int(message["code"]))
+                self._exit_code = int(message["code"])
                 self.shutdown_order = self.shutdown_order or ShutdownOrder("the run is over")
 
     def _attempt_start(self, message: Mapping[str, Any]) -> AttemptStart:
@@ -221,12 +211,6 @@ class NodeClient(RunPolicy):
             may_restart=bool(message["may_restart"]),
         )
 
-    def _write_error_file(self, entry: Mapping[str, Any]) -> None:
-        local_entry = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
-        problem = self._error_file.write(local_entry)
-        if problem:
-            self._console.say(problem)
-
     def _send(self, message: Mapping[str, Any]) -> None:
         if self.is_connected:
             try:
@@ -237,13 +221,78 @@ class NodeClient(RunPolicy):
     def _disconnect(self, reason: str) -> None:
         self._connection.close()
         self._release_ports()
-        if self._end is None:
+        if self._exit_code is None:
             text = f"the rendezvous was lost ({reason})"
             self._console.say(f"{text}: this host ends its workers (exit code {LOST_RUN_EXIT_CODE})")
-            self._end = RunEnd(LOST_RUN_EXIT_CODE)
+            self._exit_code = LOST_RUN_EXIT_CODE
             self.shutdown_order = ShutdownOrder(text)
 
     def _release_ports(self) -> None:
         if self._reserved is not None:
             self._reserved.release()
             self._reserved = None
+
+
+@contextlib.contextmanager
+def join_run(node: NodeOptions, spec: RunSpec, console: Console, *, error_file: ErrorFile) -> Iterator[NodeClient]:
+    """Joins the run, and leaves it at the end of the `with` block, which gets the run policy of this host.
+
+    Call this while the process has one thread. After a UsageError no worker was started.
+    """
+    with contextlib.ExitStack() as undo:
+        has_joined = False
+        if node.rank == 0:
+            coordinator = CoordinatorProcess(node.host, node.port, node.token, spec, console)
+            undo.callback(lambda: coordinator.close(is_graceful=has_joined))
+        connection = connect_to_coordinator(
+            node.host, node.port, node.token, timeout_seconds=spec.start_timeout_seconds, say=console.say
+        )
+        client = NodeClient(connection, node.address, console=console, error_file=error_file)
+        undo.callback(client.close)
+        client.join(
+            {
+                "node": node.rank,
+                "host": socket.gethostname(),
+                "workers": spec.workers,
+                "options": spec.common_options,
+            }
+        )
+        console.say(f"node {node.rank} of {spec.nodes} has joined run {client.run_id}")
+        has_joined = True
+        yield client
+
+
+def connect_to_coordinator(
+    host: str, port: int, token: str, *, timeout_seconds: float, say: Callable[[str], None]
+) -> NonblockingConnection:
+    """Connects to the coordinator, which may not be up yet."""
+    where = f"{host}:{port}"
+    try:
+        return dial(
+            host,
+            port,
+            rendezvous_credentials(token),
+            timeout_seconds=timeout_seconds,
+            on_wait=lambda reason: say(f"waiting for the rendezvous at {where} ({reason})"),
+        )
+    except ProtocolMismatchError as error:
+        raise UsageError(
+            f"The hosts have different versions of tfdist. Received: {error}, at {where}. Expected: the same version. "
+            "Install the same version of tfdist on all hosts."
+        ) from error
+    except TokenRejectedError as error:
+        raise UsageError(
+            f"The token is wrong. Received: a token that the rendezvous at {where} rejects. Expected: the token of "
+            "node 0. Use the same --token-file or TFDIST_TOKEN on every host."
+        ) from error
+    except InvalidProofError as error:
+        raise UsageError(
+            f"The server at {where} does not know the token. Received: an invalid proof. Expected: node 0 of this run. "
+            "Correct --rendezvous. If that is node 0, somebody intercepts the connection."
+        ) from error
+    except ConnectionClosedError as error:
+        raise UsageError(
+            f"The rendezvous did not answer. Received: {error} at {where} for {timeout_seconds:g} s. Expected: tfdist "
+            "run --node-rank 0 on that host, and no firewall that blocks the port. Start node 0, correct --rendezvous, "
+            "or increase --start-timeout."
+        ) from error

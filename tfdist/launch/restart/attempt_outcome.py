@@ -1,17 +1,25 @@
-"""The outcome of an attempt: one start of all workers, until the last of them has exited; and its form as a message."""
+"""The outcome of an attempt: one start of all workers, until all have exited; its form as a message, and as a file."""
 
 import dataclasses
+import datetime
 import json
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.worker_exit import WorkerExit, root_cause
+from tfdist.launch.run_spec import Role
+from tfdist.utils import atomic_files
+from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.formatting import signal_name
 
 # A message that would be longer has fewer of the workers' last lines.
 _MAX_MESSAGE_BYTES = 2**20
 _MAX_LINES = 200
 _MAX_LINE_CHARACTERS = 2000
+_ERROR_FILE_NAME = re.compile(r"attempt-\d+\.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +75,7 @@ class Outcome:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether all workers saved and exited after a preemption signal. Some may have exited with 0 before.
-
-        >>> Outcome(0, 2, (WorkerExit(0, 75), WorkerExit(1, 0))).is_preempted
-        True
-        >>> Outcome(0, 2, (WorkerExit(0, 75), WorkerExit(1, 1))).is_preempted
-        False
-        """
+        """Whether all workers saved and exited after a preemption signal. Some may have exited with 0 before."""
         exits = [worker for worker in self.exits if self.runs_script(worker.rank)]
         others_failed = any(worker.failed for worker in self.exits if not self.runs_script(worker.rank))
         expected = sum(role.runs_script for role in self.roles.values()) if self.roles else self.workers
@@ -89,7 +91,6 @@ class Outcome:
         return self.roles[rank].name if self.roles else f"worker {rank}"
 
     def runs_script(self, rank: int) -> bool:
-        """Whether a process runs the user's script."""
         return not self.roles or self.roles[rank].runs_script
 
     @property
@@ -135,12 +136,16 @@ class Outcome:
         ]
 
 
-def fit_suffix(number: int) -> str:
-    """Returns the words that follow the number of a step: none in the first `fit`, because most scripts have only one.
+def has_completed(exits: Iterable[WorkerExit], roles: Mapping[int, Role]) -> bool:
+    """Whether a process that runs the script has exited successfully without being signalled."""
+    return any(
+        roles[worker.rank].runs_script and not worker.was_signalled and (worker.returncode == 0 or worker.is_preempted)
+        for worker in exits
+    )
 
-    >>> f"step 41{fit_suffix(1)}", f"step 41{fit_suffix(2)}"
-    ('step 41', 'step 41 of fit 2')
-    """
+
+def fit_suffix(number: int) -> str:
+    """Returns the words behind the number of a step: none in the first `fit`, because most scripts have only one."""
     return "" if number == 1 else f" of fit {number}"
 
 
@@ -169,11 +174,7 @@ def encode_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
-    """Returns the outcome of a message.
-
-    Raises:
-        ValueError: If the message is malformed. KeyError and TypeError mean the same.
-    """
+    """Returns the outcome of a message. ValueError, KeyError and TypeError mean that it is malformed."""
     start_failure = message["start_failure"]
     errors = message["errors"]
     return Outcome(
@@ -205,3 +206,95 @@ def _decode_exit(message: Mapping[str, Any], host: str) -> WorkerExit:
 
 def _optional_int(number: Any) -> int | None:
     return None if number is None else int(number)
+
+
+class ErrorFile:
+    """One file for the last failed attempt, or, without `path`, one for each attempt in the log directory, if there is
+    one.
+
+    With `is_new_run` the files of an earlier run are removed immediately.
+    """
+
+    def __init__(self, path: Path | None, directory: Path | None, *, is_new_run: bool = True) -> None:
+        self._path, self._directory = path, directory
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if is_new_run:
+                self.clear()
+        except OSError as error:
+            raise UsageError(
+                f"The error file cannot be written. Received: {path or directory} ({error.strerror}). Expected: a file "
+                "that can be created or replaced (--error-file), or none. Choose another path."
+            ) from error
+
+    def clear(self) -> None:
+        """Removes the files of an earlier run."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        elif self._directory is not None:
+            for file in self._directory.iterdir():
+                if _ERROR_FILE_NAME.fullmatch(file.name):
+                    file.unlink(missing_ok=True)  # another host may use the same directory
+
+    def write(self, entry: dict[str, Any]) -> str:
+        """Writes an entry of `error_entry` atomically; returns why it could not be written, or an empty string."""
+        path = self._path
+        if path is None:
+            if self._directory is None:
+                return ""
+            path = self._directory / f"attempt-{entry['attempt']}.json"
+        try:
+            atomic_files.write(path, f"{json.dumps(entry, indent=2)}\n".encode())
+        except OSError as error:
+            return f"the error file {path} could not be written ({error.strerror})"
+        return ""
+
+
+def error_entry(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the content of the file."""
+    root_cause = outcome.root_cause
+    rank = outcome.failed_rank
+    cause: dict[str, Any] = {
+        "rank": rank,
+        "task": None if rank is None else outcome.task(rank),
+        "description": outcome.describe(),
+    }
+    if root_cause is not None:
+        reported = outcome.errors.get(root_cause.rank, {})
+        cause |= _exit_entry(root_cause)
+        cause |= {
+            "exception": reported.get("type") or root_cause.exception or None,
+            "message": reported.get("message"),
+            "last_lines": list(root_cause.last_lines),
+        }
+    return {
+        "run": run_id,
+        "attempt": outcome.attempt,
+        "workers": outcome.workers,
+        "host": socket.gethostname(),
+        "started": _time(outcome.started_at),
+        "failed": _time(outcome.started_at + outcome.seconds),
+        "last_fit": outcome.fit,
+        "last_step": outcome.step,
+        "last_saved": outcome.saved,
+        "cause": {"host": (root_cause.host if root_cause else "") or socket.gethostname(), **cause},
+        "exits": [_exit_entry(worker) for worker in outcome.exits],
+        "earlier": list(earlier),
+    }
+
+
+def _exit_entry(worker: WorkerExit) -> dict[str, Any]:
+    return {
+        "rank": worker.rank,
+        "task": worker.task or f"worker {worker.rank}",
+        "exit_code": worker.returncode if worker.returncode >= 0 else None,
+        "signal": signal_name(-worker.returncode) if worker.returncode < 0 else None,
+        "was_signalled": worker.was_signalled,
+        "description": worker.describe(),
+        "ended": _time(worker.at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")

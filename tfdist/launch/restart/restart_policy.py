@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
-from tfdist.launch.restart.attempt_outcome import Outcome, fit_suffix
-from tfdist.launch.restart.error_file import error_entry
+from tfdist.launch.restart.attempt_outcome import Outcome, error_entry, fit_suffix
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
 from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.formatting import counted
@@ -38,23 +37,15 @@ class RestartDecision:
 class RestartPolicy:
     """Counts restarts and progress.
 
-    Progress is a step or a checkpoint beyond the highest of all earlier attempts in the same `fit`. A script may call
-    `fit` several times, and an attempt may skip calls that are complete. Two restarts without progress that end with an
-    error of the script, a stall or a frozen worker end the run. A lost host, and a worker that something outside has
-    killed (SIGKILL, SIGTERM), say nothing about the script: after such attempts only the delay grows. A first attempt
-    in which a worker exits with an error before its first heartbeat ends the run, too, because a wrong argument or
-    import fails again.
+    Progress is a step or a checkpoint beyond the highest of all earlier attempts in the same `fit`. A script may
+    call `fit` several times, and an attempt may skip calls that are complete. Two restarts without progress that
+    end with an error of the script, a stall or a frozen worker end the run. A lost host, and a worker that
+    something outside has killed (SIGKILL, SIGTERM), say nothing about the script: after such attempts only the
+    delay grows. A first attempt in which a worker exits with an error before its first heartbeat ends the run, too,
+    because a wrong argument or import fails again.
 
-    Args:
-        workers: Full number of workers.
-        min_workers: Minimum number of workers.
-        max_restarts: Maximum number of restarts.
-        delay_seconds: Time from a failure to the next start after an attempt without progress. It doubles after each
-            further one, up to 30 s. After an attempt with progress there is no delay.
-
-    >>> policy = RestartPolicy(workers=2, min_workers=2, max_restarts=1, delay_seconds=1.0)
-    >>> policy.decide(Outcome(0, 2, (WorkerExit(1, -9),), heartbeat_ranks=frozenset({0, 1}), step=41)).text
-    'restart 1 of 1 at once with 2 workers'
+    There is no delay after an attempt with progress; else `delay_seconds`, which double after each further one, up
+    to 30.
     """
 
     def __init__(self, *, workers: int, min_workers: int, max_restarts: int, delay_seconds: float) -> None:
@@ -72,7 +63,6 @@ class RestartPolicy:
 
     @property
     def is_left(self) -> bool:
-        """Whether a restart is left."""
         return self._done < self._max
 
     def decide(self, outcome: Outcome, *, available: int | None = None) -> RestartDecision:
@@ -146,7 +136,7 @@ class RestartPolicy:
 
 
 @dataclasses.dataclass
-class _WorkerState:
+class _RestartState:
     started_at: float = 0.0
     delay: float = 0.0
     restarts_left: int | None = None  # None: no limit
@@ -158,22 +148,14 @@ class WorkerBackoff:
     """The restart times of workers that are restarted one by one. Times are monotonic, in seconds.
 
     A worker is restarted after 1 s. The delay doubles, up to 30 s, each time the worker ran for less than 60 s.
-
-    >>> backoff = WorkerBackoff([1, 2], limit=None)
-    >>> backoff.record_start(1, now=0.0)
-    >>> backoff.record_exit(1, now=5.0)
-    'training continues without it; restart in 1 s'
-    >>> backoff.due(now=5.9), backoff.due(now=6.0)
-    ([], [1])
     """
 
     def __init__(self, ranks: Iterable[int], *, limit: int | None) -> None:
         self._limit = limit
-        self._workers = {rank: _WorkerState(restarts_left=limit) for rank in ranks}
+        self._workers = {rank: _RestartState(restarts_left=limit) for rank in ranks}
 
     @property
     def is_pending(self) -> bool:
-        """Whether a worker waits for its restart."""
         return any(worker.due_at is not None for worker in self._workers.values())
 
     @property
@@ -190,15 +172,10 @@ class WorkerBackoff:
 
     @property
     def none_left(self) -> str:
-        """Why no worker is left, for the user."""
         return f"no worker is left (--worker-restarts {self._limit})"
 
     def record_exit(self, rank: int, *, now: float, has_others: bool = False) -> str:
-        """Records that a worker exited or could not be started.
-
-        Returns:
-            What follows, for the user.
-        """
+        """Records that a worker exited or could not be started; returns what follows, for the user."""
         worker = self._workers[rank]
         worker.has_exited, worker.due_at = True, None
         if worker.restarts_left == 0:
@@ -214,7 +191,6 @@ class WorkerBackoff:
         return f"{meanwhile}; restart in {worker.delay:g} s"
 
     def due(self, *, now: float) -> list[int]:
-        """Returns the workers to restart now."""
         return [rank for rank, worker in self._workers.items() if worker.due_at is not None and now >= worker.due_at]
 
 
@@ -237,34 +213,21 @@ class AttemptEvaluation:
 
 
 class AttemptEvaluator:
-    """Evaluates the attempts of a run one after the other.
+    """Evaluates the attempts of a run one after the other."""
 
-    >>> from tfdist.launch.restart.worker_exit import WorkerExit
-    >>> no_restart = RestartPolicy(workers=1, min_workers=1, max_restarts=0, delay_seconds=1.0)
-    >>> evaluator = AttemptEvaluator(no_restart, "f00d")
-    >>> evaluator.evaluate(Outcome(0, 1, (WorkerExit(0, 3),)), is_stopped=False).exit_code
-    3
-    """
-
-    def __init__(self, restarts: RestartPolicy, run_id: str) -> None:
-        self._restarts, self._run_id = restarts, run_id
-        self._failed: list[dict[str, Any]] = []  # failed attempts, for the error files
-
-    @classmethod
-    def of(cls, spec: RunSpec, workers: int) -> "AttemptEvaluator":
-        """Returns the evaluator of a run with so many workers on all hosts together."""
-        restarts = RestartPolicy(
-            workers=workers,
+    def __init__(self, spec: RunSpec, workers: int) -> None:
+        self._restarts = RestartPolicy(
+            workers=workers,  # on all hosts together
             # A lost parameter server says nothing about the number of workers.
             min_workers=(not spec.parameter_servers and spec.min_workers) or workers,
             max_restarts=spec.max_restarts,
             delay_seconds=spec.restart_delay,
         )
-        return cls(restarts, spec.run_id)
+        self._run_id = spec.run_id
+        self._failed: list[dict[str, Any]] = []  # failed attempts, for the error files
 
     @property
     def may_restart(self) -> bool:
-        """Whether a failure now may be followed by a restart."""
         return self._restarts.is_left
 
     def evaluate(self, outcome: Outcome, *, is_stopped: bool, available: int | None = None) -> AttemptEvaluation:

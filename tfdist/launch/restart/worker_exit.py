@@ -58,11 +58,7 @@ class WorkerExit:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell shows it: 128 + number for a signal.
-
-        >>> WorkerExit(0, -9).exit_code
-        137
-        """
+        """The exit code as a shell shows it: 128 + number for a signal."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
@@ -88,11 +84,7 @@ class WorkerExit:
 
     @property
     def exception(self) -> str:
-        """Type of the exception that it printed last, or an empty string.
-
-        >>> WorkerExit(0, 1, ("Traceback (most recent call last):", "  File ...", "KeyError: 1")).exception
-        'KeyError'
-        """
+        """Type of the exception that it printed last, or an empty string."""
         if _TRACEBACK not in self.last_lines:
             return ""
         matches = (_EXCEPTION.match(line) for line in self._error_lines()[1:])
@@ -141,9 +133,5 @@ def root_cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
 
 def reports_lost_peer(text: str) -> bool:
-    """Whether `text` has an error of TensorFlow about a lost peer.
-
-    >>> reports_lost_peer("UnavailableError: Collective ops is aborted by: Socket closed")
-    True
-    """
+    """Whether `text` has an error of TensorFlow about a lost peer."""
     return bool(_LOST_PEER.search(text))
