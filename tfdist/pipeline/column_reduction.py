@@ -25,7 +25,7 @@ from tfdist.pipeline.transfers import (
     unrecorded,
 )
 
-_Write = tuple[tf.Variable, tf.Tensor, tf.Tensor | None]  # the new value of a variable, or of these rows of it
+_Write = tuple[Any, tf.Tensor, tf.Tensor | None]  # a variable, and the new value of it or of these rows
 
 
 def _write(writes: Sequence[_Write], finite: tf.Tensor) -> None:
