@@ -133,7 +133,7 @@ def residual_norm(strategy: Any) -> Scalars:
 
 def cluster_size(strategy: Any) -> Scalars:
     """Returns the numbers of workers and replicas."""
-    scalars = {}
+    scalars: Scalars = {}
     if is_tfdist_strategy(strategy):
         scalars["world_size"] = float(training_strategy(strategy).num_workers)
     if strategy.num_replicas_in_sync > 1:
