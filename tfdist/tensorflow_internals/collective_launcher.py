@@ -182,7 +182,7 @@ class AllReduce(CollectiveAllReduce):
         else:
             between = self._workers_launcher()
         self._local = [] if is_alone else [self._launcher(group_key, counts[rank], device) for device in self._devices]
-        local: Sequence[ReplicaLauncher | None] = self._local or [None] * len(self._devices)
+        local: list[ReplicaLauncher | None] = [*self._local] or [None] * len(self._devices)
         if boundary is not None and max(counts) == 1:
             self._launchers = [between]
         elif boundary is not None:
