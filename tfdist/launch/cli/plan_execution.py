@@ -259,4 +259,4 @@ def measured_link(
             "Expected: tfdist plan runs as every task of the cluster at the same time. Start it as each of them "
             "(tfdist doctor finds what is wrong), or give --link without a cluster."
         )
-    return dataclasses.replace(link, latency_seconds=max(each.round_trip_seconds for each in result.links) / 2)
+    return dataclasses.replace(link, latency_seconds=max(measured.round_trip_seconds for measured in result.links) / 2)
