@@ -73,13 +73,14 @@ def test_bad_numbers_anywhere_come_out_as_bad_numbers(name, bad):
 
 @pytest.mark.parametrize("name", [name for name in WRAPPED if name.startswith(("feedback", "momentum"))])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_bad_numbers_never_enter_a_residual(name, bad):
+def test_bad_numbers_change_no_state(name, bad):
     compressor = WRAPPED[name]
     _, state = compressor.encode(tf.constant(normal((33, 65))), compressor.initial_state((33, 65)))
     gradient = normal((33, 65), 1)
     gradient[20, 7] = bad
     _, after = compressor.encode(tf.constant(gradient), state)
-    for entry in {"residual", "velocity"} & set(state):
+    assert set(after) == set(state)
+    for entry in state:
         np.testing.assert_array_equal(after[entry], state[entry])
 
 

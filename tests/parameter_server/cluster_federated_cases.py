@@ -1,11 +1,15 @@
 """Cases of `FederatedAveraging` on the cluster, against NumPy and one process."""
 
+import contextlib
+import unittest.mock
+
 import keras
 import numpy as np
 import tensorflow as tf
 from cluster_cases import FEATURES, INPUTS, LABELS, case
 from federated_reference import Adam, Sgd, train
 
+from tfdist.parameter_server import federated_chief
 from tfdist.parameter_server.modes import chosen_clients
 from tfdist.strategies import FederatedAveraging, ParameterServerStrategy
 
@@ -239,6 +243,9 @@ def federated_errors(_):
             messages[name] = "none"
         except (ValueError, RuntimeError) as error:
             messages[name] = str(error)
-    model = regression(strategy, sgd())  # the strategy still works
+    model = regression(strategy, sgd())  # the strategy still works, and a model whose first `fit` was interrupted
+    with unittest.mock.patch.object(federated_chief, "InitialSlots", side_effect=KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(strategy, model, 1)
     messages["loss afterwards"] = fit(strategy, model, 3)["loss"][0]
     return messages

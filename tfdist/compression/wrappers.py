@@ -65,11 +65,14 @@ class _Residual(Wrapper):
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
         total, velocity, inner = self._accumulated(gradient, state)
         payload, inner = self.compressor.encode(total, inner)
-        kept = self._kept(total, total - self.compressor.decode(payload, _shape_of(total)), velocity)
+        remainder = total - self.compressor.decode(payload, _shape_of(total))
+        new_state = {**self._kept(total, remainder, velocity), **inner}
         entries = tf.cond(
-            all_finite([total]), lambda: list(kept.values()), lambda: [tf.identity(state[name]) for name in kept]
+            all_finite([total]),
+            lambda: [new_state[name] for name in state],
+            lambda: [tf.identity(state[name]) for name in state],
         )
-        return payload, {**dict(zip(kept, entries, strict=True)), **inner}
+        return payload, dict(zip(state, entries, strict=True))
 
     def _reduce(
         self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction

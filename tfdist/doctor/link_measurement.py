@@ -56,10 +56,9 @@ class LinkMeasurement:
 def slowest_link(links: Iterable[LinkMeasurement]) -> LinkSpeed | None:
     """Returns what an exchange over all of these waits for; None if no bandwidth was measured.
 
-    That is the smallest bandwidth of both directions, and half of the longest round trip, also of links of which only
-    that was measured.
+    That is the smallest bandwidth of both directions, and half of the longest round trip.
     """
-    measured = list(links)
+    measured = [link for link in links if link.bytes_per_second and link.bytes_per_second_back]
     rates = [rate for link in measured for rate in (link.bytes_per_second, link.bytes_per_second_back) if rate]
     return LinkSpeed(min(rates), max(link.round_trip_seconds for link in measured) / 2) if rates else None
 

@@ -99,10 +99,12 @@ class FederatedChief(ChiefTraining):
         if not self._is_prepared:
             reject_unsupported_clients(self._model, self._strategy.policy)
             super()._prepared()
+            self._is_prepared = False  # until the slots are there, too: reading them may be interrupted
             with self._strategy.scope():
                 if not self._server_optimizer.built:
                     self._server_optimizer.build(self._model.trainable_variables)
             functions.slots = InitialSlots(self._model.optimizer)
+            self._is_prepared = True
         return functions
 
     def _new_functions(self) -> "ClientFunctions":

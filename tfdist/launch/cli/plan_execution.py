@@ -239,7 +239,7 @@ def measured_link(
     """Measures all links with the other tasks; returns the slowest, or None where another task plans.
 
     Exchanges wait for the slowest link, so its bandwidth is the smallest of both directions of all links, and its
-    latency half of the longest round trip.
+    latency half of the longest round trip, also of links of which nothing else was measured.
     """
     # Imported late: other commands do not need them.
     from tfdist.doctor.check_context import CheckContext
@@ -259,4 +259,4 @@ def measured_link(
             "Expected: tfdist plan runs as every task of the cluster at the same time. Start it as each of them "
             "(tfdist doctor finds what is wrong), or give --link without a cluster."
         )
-    return link
+    return dataclasses.replace(link, latency_seconds=max(measured.round_trip_seconds for measured in result.links) / 2)
