@@ -55,7 +55,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import current_step
-from tfdist.training.step_transactions import StepTransactions
+from tfdist.training.step_transactions import StepTransactions, WrittenVariables
 from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -296,6 +296,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if not self._is_elastic or name == "predict":
             return function
 
+        written = WrittenVariables(lambda: self._variables_of(model))
+
         def run_steps(iterator: Any) -> Any:
             logs: Any = None
             for number in range(model.steps_per_execution):
@@ -305,7 +307,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                     if number == 0:
                         raise StopIteration from None
                     break
-                logs = self._transactions.run(lambda data=data: function(iter([data])), self._variables_of(model))
+                logs = self._transactions.run(lambda data=data: function(iter([data])), written)
             return logs
 
         return run_steps

@@ -10,7 +10,37 @@ from tfdist.membership.decisions import View
 from tfdist.membership.membership import Membership
 from tfdist.utils.temporary_values import setting_attributes
 
+_STEPS_THAT_CREATE = 2
 _Result = TypeVar("_Result")
+
+
+class WrittenVariables:
+    """All that the steps of a function may write, on this worker.
+
+    Args:
+        find: Returns them. It is asked before the first two steps: the first may create some.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[tf.Variable]]) -> None:
+        self._find, self._steps = find, 0
+
+    def read(self) -> Sequence[tf.Tensor]:
+        """Returns the values before a step. They share the memory of the variables until the step writes these."""
+        if self._steps < _STEPS_THAT_CREATE:
+            self._variables = list(self._find())
+            self._read = tf.function(lambda: [variable.read_value() for variable in self._variables])
+        self._steps += 1
+        with tf.init_scope():
+            return self._read() if self._variables else ()
+
+    def take_back(self, values: Sequence[tf.Tensor]) -> None:
+        """Gives the variables the values that `read` has returned."""
+        with tf.init_scope():
+            for variable, value in zip(self._variables, values, strict=True):
+                variable.assign(value)
+
+
+NOTHING = WrittenVariables(tuple)
 
 
 class StepTransactions:
@@ -36,22 +66,21 @@ class StepTransactions:
 
     def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
         """Runs an exchange; outside of a step it is one by itself."""
-        return exchange() if self._is_running else self.run(exchange, ())
+        return exchange() if self._is_running else self.run(exchange, NOTHING)
 
-    def run(self, step: Callable[[], _Result], variables: Sequence[tf.Variable]) -> _Result:
+    def run(self, step: Callable[[], _Result], written: WrittenVariables) -> _Result:
         """Runs a step, which all workers run, until it counts.
 
         Args:
-            step: Computes and writes; called again after a loss, with the same values in `variables`.
-            variables: All that the step may write.
+            step: Computes and writes; called again after a loss, when what it has `written` is taken back.
+            written: All that it may write.
 
         Raises:
             ExchangeError: This worker cannot go on: see `Membership.wait_for_view`.
         """
         while True:
             self._follow_view()
-            with tf.init_scope():
-                before = [variable.read_value() for variable in variables]  # shares the memory until a step writes it
+            before = written.read()
             try:
                 with setting_attributes(self, _is_running=True):
                     result = step()
@@ -59,13 +88,13 @@ class StepTransactions:
                 lost = self._failure()
                 if not isinstance(lost, WorkerLostError):
                     raise
-                self._take_back(variables, before)
+                written.take_back(before)
                 self._membership.report_failure(self._view, lost.rank)
                 del error
             else:
                 if self._membership.commit():
                     return result
-                self._take_back(variables, before)
+                written.take_back(before)
             self.repeated_steps += 1
 
     def _follow_view(self) -> None:
@@ -78,9 +107,3 @@ class StepTransactions:
                 continue
             self.lost_workers += len(set(self._view.members) - set(view.members))
             self._view = view
-
-    @staticmethod
-    def _take_back(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
-        with tf.init_scope():
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
