@@ -55,7 +55,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import current_step
-from tfdist.training.step_transactions import StepTransactions, WrittenVariables
+from tfdist.training.step_transactions import NOTHING, StepTransactions, WrittenVariables
 from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -293,8 +293,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def step_function(self, model: Any, name: str, function: Any) -> Any:
         """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
-        if not self._is_elastic or name == "predict":
+        if not self._is_elastic:
             return function
+        if name == "predict":
+            return lambda data: self._transactions.run(lambda: function(data), NOTHING)
 
         written = WrittenVariables(lambda: self._variables_of(model))
 
@@ -321,6 +323,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return [one for variable in found for one in components(self, variable)] + [
             self.row_shares._state,
             *self.metric_totals.variables,
+            *self.compression_state.variables,
         ]
 
     def _max_batches(self, own_batches: int | None) -> int | None:
