@@ -39,10 +39,12 @@ def cells(name, workloads=WORKLOADS):
 def test_bytes_of_more_members_follow_from_those_of_two(name):
     document, two = results(name), results("network")["workloads"]["mlp"]["links"]["unshaped"]["variants"]
     members, variants = document["workers"], document["workloads"]["mlp"]["links"]["unshaped"]["variants"]
-    for method in ("dense", "powersgd:4"):  # payloads that are summed
-        payload = two[method]["stated"]["wire_bytes"]  # of two members each sends one
-        sent = variants[method]["stated"]["wire_bytes"]
-        assert sent == pytest.approx(sent_bytes("sum", payload, members), rel=1e-6)
+    payload, sent = (of["dense"]["stated"]["wire_bytes"] for of in (two, variants))  # of two members each sends one
+    assert sent == pytest.approx(sent_bytes("sum", payload, members), rel=1e-6)
+    # Short sums of factors go to all members at once, or to their owners, as `sum_copies` says of each of them.
+    payload, sent = (of["powersgd:4"]["stated"]["wire_bytes"] for of in (two, variants))
+    assert variants["powersgd:4"]["stated"]["gradient_bytes"] == payload
+    assert sent_bytes("sum", payload, members) < sent < payload * (members - 1)
     # Two members gather, more exchange slices and gather sums: as many bytes as an all-reduce, with padding of a block
     # for each member and bucket.
     payload, sent = two["int8"]["stated"]["wire_bytes"], variants["int8"]["stated"]["wire_bytes"]
