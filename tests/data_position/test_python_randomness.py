@@ -1,5 +1,6 @@
 """tf.data pipelines with Python code that draws random numbers, and pipelines without a fixed order."""
 
+import gc
 import random
 import time
 import warnings
@@ -16,6 +17,11 @@ from tfdist.data_position.python_randomness import PythonRandomness, find_genera
 from tfdist.tensorflow_internals.input_pipeline import runs_python
 
 pytestmark = pytest.mark.usefixtures("cpus")
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_test_draws():
+    gc.collect()  # a thread that reads ahead draws from the global generators until its iterator is freed
 
 
 def from_generator(order, noise=lambda: 0):

@@ -13,6 +13,16 @@ from tfdist.planning.predict_model_parallel import bubble, pipeline_seconds
 SHAPED = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 METHODS = "dense bf16 fp16 fp8 int8 int4 sign topk:0.01 randomk:0.01 powersgd:4 powersgd:1".split()
 WORKLOADS = ("cnn", "mlp", "text")
+# The MLP's kernels by bucket, [inputs, outputs], as `benchmarks/workloads.py` has them: factors of rank 4 in float32.
+_KERNELS = (((2048, 10), (2048, 2048)), ((2048, 2048),), ((784, 2048),))
+FACTOR_BYTES = [
+    nbytes
+    for bucket in _KERNELS
+    for nbytes in (
+        4 * sum(4 * inputs + outputs for inputs, outputs in bucket),
+        4 * sum(4 * outputs for _, outputs in bucket),
+    )
+]
 
 
 def cells(name, workloads=WORKLOADS):
@@ -39,10 +49,13 @@ def cells(name, workloads=WORKLOADS):
 def test_bytes_of_more_members_follow_from_those_of_two(name):
     document, two = results(name), results("network")["workloads"]["mlp"]["links"]["unshaped"]["variants"]
     members, variants = document["workers"], document["workloads"]["mlp"]["links"]["unshaped"]["variants"]
-    for method in ("dense", "powersgd:4"):  # payloads that are summed
-        payload = two[method]["stated"]["wire_bytes"]  # of two members each sends one
-        sent = variants[method]["stated"]["wire_bytes"]
-        assert sent == pytest.approx(sent_bytes("sum", payload, members), rel=1e-6)
+    payload, sent = (of["dense"]["stated"]["wire_bytes"] for of in (two, variants))  # of two members each sends one
+    assert sent == pytest.approx(sent_bytes("sum", payload, members), rel=1e-6)
+    # Of each bucket the first factors are summed with the biases, then the second ones; each sum states whole bytes.
+    assert sum(FACTOR_BYTES) == two["powersgd:4"]["stated"]["wire_bytes"]
+    assert variants["powersgd:4"]["stated"]["wire_bytes"] == pytest.approx(
+        sum(sent_bytes("sum", nbytes, members) for nbytes in FACTOR_BYTES), abs=len(FACTOR_BYTES)
+    )
     # Two members gather, more exchange slices and gather sums: as many bytes as an all-reduce, with padding of a block
     # for each member and bucket.
     payload, sent = two["int8"]["stated"]["wire_bytes"], variants["int8"]["stated"]["wire_bytes"]

@@ -60,6 +60,9 @@ def test_a_rack_alone_and_a_flat_network_have_the_link_of_a_host() -> None:
         "ring:8,1gbit",
         "",
         "rack:-8,1gbit/1gbit",
+        "flat,1gbit,",
+        "flat, 1gbit, 1ms",
+        "rack:8,10gbit,/1gbit",
     ],
 )
 def test_invalid_topology(text: str) -> None:

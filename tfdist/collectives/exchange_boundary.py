@@ -73,7 +73,7 @@ class ExchangeBoundary:
 
     def all_gather(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the workers' tensors one after another along the first dimension; they have the same shape."""
-        rows = tensor.shape[0]
+        rows = tensor.shape[:1].num_elements()
         shape = [None if rows is None else self.size * rows, *tensor.shape[1:]]
         return self._call("all-gather", tensor, shape, **options)
 

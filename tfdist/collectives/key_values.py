@@ -1,5 +1,6 @@
 """Values under keys, by which the workers of a cluster agree."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,7 @@ class KeyValues:
     def is_published(self, key: str, within_seconds: float) -> bool:
         """Waits until a worker has published `key`, or the time is over; returns whether one has."""
         with _as_unavailable():
-            return self._store.wait_for(key, max(within_seconds, 0.0)) is not None
+            return self._store.wait_for(key, min(max(within_seconds, 0.0), threading.TIMEOUT_MAX)) is not None
 
     def take(self, key: str) -> str:
         """Waits like `wait_for`, and removes what was published for this worker only."""

@@ -21,6 +21,7 @@ from tfdist.keras_internals.epoch_iterator import (
     GENERATOR,
     data_kind,
     shuffle_argument,
+    wrap_generator,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.input_pipeline import (
@@ -282,9 +283,7 @@ class GeneratorSource(DatasetSource):
         super().__init__(adapter, dataset, strategy)
         self._batches: Callable[[], Iterator[Any]] | None = None  # None: no Python generator
         if self.kind == GENERATOR:
-            # Over the batches that Keras has drawn to see their shapes, and over all others.
-            stock: Callable[[], Iterator[Any]] = adapter.generator
-            self._batches, adapter.generator = stock, lambda: self._draw(stock)
+            self._batches = wrap_generator(adapter, self._draw)
         self._rest: tuple[int, Iterator[Any]] | None = None
         self._tracks_position = False
         self._at_begin: Json = {}

@@ -19,7 +19,7 @@ from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import global_states, set_global_states, states_equal
 from tfdist.data_position.read_ahead import OWN, ReadAhead, copy_changes
-from tfdist.keras_internals.epoch_iterator import PY_DATASET
+from tfdist.keras_internals.epoch_iterator import PY_DATASET, discard_read_ahead, has_workers, wrap_py_dataset
 from tfdist.utils.json_state import from_text, to_text, unsupported_type
 
 AttributeOrders = dict[str, list[int]]  # by attribute: number of elements, hash of the elements, hash of their order
@@ -354,14 +354,13 @@ class PyDatasetSource(DatasetSource):
 
     def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
         super().__init__(adapter, dataset, strategy)
-        self._view = adapter.py_dataset = PyDatasetView(adapter.py_dataset, adapter.shuffle)
-        adapter.shuffle = False  # the view shuffles itself
+        self._view = wrap_py_dataset(adapter, PyDatasetView)
         self._first: tuple[int, Any] | None = None
 
     def track_position(self, steps_per_epoch: int | None) -> None:
         self._view.track_position()
         batches = self._view.num_batches
-        if self.adapter.enqueuer is not None and batches is not None and (steps_per_epoch or batches) < batches:
+        if has_workers(self.adapter) and batches is not None and (steps_per_epoch or batches) < batches:
             warnings.warn(
                 "The order of this PyDataset cannot be repeated: Keras stops its workers after every epoch, in the "
                 "middle of a pass over the data. After a restart some samples may be seen twice and others not at "
@@ -385,11 +384,7 @@ class PyDatasetSource(DatasetSource):
     def begin_epoch(self, number: int) -> None:
         first, self._first = self._first, None
         self._view.begin_pass(*(first or ()))
-        workers, data = self.adapter.enqueuer, self._view
-        if workers is not None:
-            # A pass that ended early, as one that builds the model, leaves batches in the queue, and perhaps a thread
-            # that still takes some.
-            self.adapter.enqueuer = type(workers)(data, data.workers, data.use_multiprocessing, data.max_queue_size)
+        discard_read_ahead(self.adapter)
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
         return 0

@@ -195,3 +195,36 @@ def data_kind(adapter: Any) -> str:
 def shuffle_argument(adapter: Any) -> Any:
     """Returns the `shuffle` that `fit` was given, for an adapter of arrays."""
     return adapter._shuffle
+
+
+def wrap_py_dataset(adapter: Any, wrap: Callable[[Any, bool], Any]) -> Any:
+    """Replaces an adapter's PyDataset by `wrap(py_dataset, shuffle)`, which shuffles itself, and returns it."""
+    wrapper = wrap(adapter.py_dataset, adapter.shuffle)
+    adapter.py_dataset, adapter.shuffle = wrapper, False
+    return wrapper
+
+
+def wrap_generator(adapter: Any, wrap: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> Callable[[], Any]:
+    """Makes each iterator over an adapter's Python generator draw from `wrap(stock)`; returns `stock`.
+
+    `stock` returns an iterator over the batches that Keras has drawn to see their shapes, and over all others.
+    """
+    stock: Callable[[], Iterator[Any]] = adapter.generator
+    adapter.generator = lambda: wrap(stock)
+    return stock
+
+
+def has_workers(adapter: Any) -> bool:
+    """Whether threads or processes read the batches of an adapter's PyDataset."""
+    return adapter.enqueuer is not None
+
+
+def discard_read_ahead(adapter: Any) -> None:
+    """Discards the batches that the workers of an adapter's PyDataset have read ahead.
+
+    A pass that ended early, as one that builds the model, leaves batches in the queue, and perhaps a thread that still
+    takes some.
+    """
+    if has_workers(adapter):
+        data = adapter.py_dataset
+        adapter.enqueuer = type(adapter.enqueuer)(data, data.workers, data.use_multiprocessing, data.max_queue_size)

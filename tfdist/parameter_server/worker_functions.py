@@ -114,7 +114,8 @@ class WorkerFunctions:
 
     def _update(self, used_buffers: tf.Tensor, weights: tf.Tensor, phase: int = 0) -> None:
         buffers = self._buffers
-        assert buffers is not None  # in asynchronous mode nobody calls this
+        if buffers is None:
+            raise RuntimeError("no gradient buffers in asynchronous mode")
         with tf.device(_FIRST_SERVER):
             self._strategy.run(lambda: buffers.update(used_buffers, weights, self._model.optimizer, phase))
 

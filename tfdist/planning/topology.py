@@ -13,6 +13,7 @@ from collections import Counter
 from tfdist.planning.link_costs import LinkSpeed
 
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LINK = r"([^/\s]*[^/\s,])"
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -68,7 +69,7 @@ def parse_topology(text: str) -> Topology:
     0.0005
     """
     links = text.lower().replace("bit/s", "bit")
-    match = re.fullmatch(r"(?:(flat)|rack:([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?),([^/]+)(?:/([^/]+))?", links)
+    match = re.fullmatch(rf"(?:(flat)|rack:([1-9]\d{{0,5}})(?:x([1-9]\d{{0,5}}))?),{_LINK}(?:/{_LINK})?", links)
     if not match or bool(match[1]) != (match[5] is None):
         raise argparse.ArgumentTypeError(
             f"Invalid topology. Received: {text!r}. Expected: flat,RATE[,LATENCY] or "
