@@ -11,7 +11,6 @@ from tfdist.collectives.key_values import key_values
 from tfdist.keras_internals.model_state import (
     OptimizerState,
     components,
-    metric_variables_by_key,
     model_variables,
     optimizers_of,
 )
@@ -316,7 +315,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def _variables_of(self, model: Any) -> list[tf.Variable]:
         found = [variable.variable for variable in model_variables(model)]
-        found += [*metric_variables_by_key(model).values()]
+        found += model.metrics_variables
         for optimizer in optimizers_of(model):
             state = OptimizerState(optimizer)
             found += [*state.variables, *state.accumulators]
