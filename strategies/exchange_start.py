@@ -15,10 +15,10 @@ from tfdist.cluster.wait_for_peers import check_names
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.collectives.key_values import key_values
 from tfdist.exchange.exchange_errors import WorkerLostError
-from tfdist.exchange.joining import Encryption
+from tfdist.exchange.group_listener import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.membership.decisions import View
-from tfdist.membership.membership import Membership
+from tfdist.membership.elastic_group import ElasticGroup
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
 from tfdist.utils.cores_and_ports import host_and_port, is_loopback
@@ -29,7 +29,7 @@ _ELASTIC_SILENCE_SECONDS = 10.0
 _log = logging.getLogger("tfdist")
 
 _boundary: ExchangeBoundary | None = None
-_membership: Membership | None = None
+_group: ElasticGroup | None = None
 
 
 def workers_boundary(
@@ -43,7 +43,7 @@ def workers_boundary(
         spec: The cluster.
         resolver: Says which task this worker is.
         timeout_seconds: How long the others may take to start.
-        is_elastic: Whether workers may be lost: see `membership`.
+        is_elastic: Whether workers may be lost: see `elastic_group`.
 
     Returns:
         The boundary to the exchange with them; `None` without other workers.
@@ -52,7 +52,7 @@ def workers_boundary(
         ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.
         TimeoutError, OSError, TransportError: See `Exchange`.
     """
-    global _boundary, _membership
+    global _boundary, _group
     tasks = [(job, index) for job in ("chief", "worker") for index in range(len(spec.get(job, ())))]
     if len(tasks) < 2:
         return None
@@ -73,33 +73,29 @@ def workers_boundary(
             )
         attempt = [os.environ.get(name, "") for name in ("TFDIST_RUN_ID", "TFDIST_ATTEMPT")]
         cluster = hashlib.sha256(json.dumps([addresses, attempt]).encode()).hexdigest()
+        options = {"token": token, "cluster": cluster, "encryption": encryption_of(os.environ)}
         if is_elastic:
-            _membership = Membership(
+            _group = ElasticGroup(
                 rank,
                 addresses,
-                token=token,
-                cluster=cluster,
+                offer=lambda: {"exchanged": key_values.exchanged},
                 timeout_seconds=timeout_seconds,
-                silence_seconds=_ELASTIC_SILENCE_SECONDS,
-                encryption=encryption_of(os.environ),
-            )
-
-        def join(view: View | None, **options: Any) -> Exchange:
-            return Exchange(
-                rank,
-                addresses,
-                members=None if view is None else view.members,
-                token=token,
-                cluster=cluster if view is None else f"{cluster} {view.ballot}",
-                timeout_seconds=timeout_seconds,
-                silence_seconds=silence_limit_of_environment(),
-                encryption=encryption_of(os.environ),
+                silence_seconds=min(_ELASTIC_SILENCE_SECONDS, silence_limit_of_environment()),
                 **options,
             )
-
-        exchange = join(None, check_missing=check_names if cluster_module.is_slurm_step() else None)
+            members = _group.membership
+            key_values.remember(members.offered.get("exchanged", {}))
+            exchange = _group.exchange(None if members.has_joined_late else members.view, None)
+        else:
+            exchange = Exchange(
+                rank,
+                addresses,
+                timeout_seconds=timeout_seconds,
+                silence_seconds=silence_limit_of_environment(),
+                check_missing=check_names if cluster_module.is_slurm_step() else None,
+                **options,
+            )
         _boundary = ExchangeBoundary(exchange)
-        _boundary.join_again = join
         key_values.use(exchange.control)
         watch_exchange(lambda: None if _boundary is None else _boundary.exchange.failure)
         atexit.register(_close_in_process, os.getpid())
@@ -113,10 +109,10 @@ def workers_boundary(
     return _boundary
 
 
-def membership() -> Membership:
-    """Returns the membership of this process in an elastic training."""
-    assert _membership is not None
-    return _membership
+def elastic_group() -> ElasticGroup:
+    """Returns the group of this process in an elastic training."""
+    assert _group is not None
+    return _group
 
 
 def connect(view: View) -> None:
@@ -125,15 +121,15 @@ def connect(view: View) -> None:
     Raises:
         WorkerLostError: One of them is lost meanwhile.
     """
-    assert _boundary is not None and _membership is not None
-    boundary, members = _boundary, _membership
+    assert _boundary is not None and _group is not None
+    boundary, group, members = _boundary, _group, _group.membership
     boundary.exchange.close(has_ended=False)
     interrupted = WorkerLostError(boundary.rank, "the workers agree on others", "joining them")
 
     def on_join(abort: Callable[[Exception], None]) -> None:
         members.interrupt_by(lambda: abort(interrupted))
 
-    exchange = boundary.join_again(view, on_join=on_join)
+    exchange = group.exchange(view, on_join)
     members.interrupt_by(lambda: exchange.fail("the workers agree on others"))
     boundary.use(exchange)
     key_values.use(exchange.control)
@@ -168,5 +164,5 @@ def raise_failed_exchange(error: BaseException) -> None:
 def _close_in_process(process: int) -> None:
     if os.getpid() == process and _boundary is not None:  # a forked child shares the connections
         _boundary.exchange.close()
-        if _membership is not None:
-            _membership.close()
+        if _group is not None:
+            _group.close()

@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from tfdist import cluster
 from tfdist.collectives.key_values import key_values
+from tfdist.data_position.resumable_iterator import patch_epoch_iterator
+from tfdist.elastic.elastic_fit import ElasticFit
+from tfdist.elastic.step_transactions import NOTHING, StepTransactions, WrittenVariables
 from tfdist.keras_internals.model_state import (
     OptimizerState,
     components,
@@ -54,7 +57,6 @@ from tfdist.tensorflow_internals.strategy_extended import (
 from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import current_step
-from tfdist.training.step_transactions import NOTHING, StepTransactions, WrittenVariables
 from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -167,11 +169,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._is_elastic = elastic and self.num_workers > 1
         self.row_shares = self._shares_of(balancing, shares)
         if self._is_elastic:
-            self.metric_totals = MetricTotals()
-            self._transactions = StepTransactions(
-                exchange_start.membership(), lambda: boundary.exchange.failure, self._connect
-            )
-            boundary.run_alone = self._transactions.run_alone
+            self._begin_elastic(boundary)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
             self.local_updates = LocalUpdates(self, local_mode, _samples_of_step)
@@ -285,10 +283,36 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         counts = self.replicas_of_workers
         return RowShares(counts, self.rank, host, checked, balancing, is_elastic=self._is_elastic)
 
+    @property
+    def starts_late(self) -> bool:  # type: ignore[override]
+        """Whether this worker has started while the others train, and does not train with them yet."""
+        return self._is_elastic and self._transactions.is_alone
+
+    def _begin_elastic(self, boundary: Any) -> None:
+        self._group, self._fits = exchange_start.elastic_group(), 0
+        self.metric_totals = MetricTotals()
+        self._transactions = StepTransactions(self._group, lambda: boundary.exchange.failure, self._connect)
+        boundary.run_alone = self._transactions.run_alone
+        patch_epoch_iterator()
+        if self._transactions.is_alone:
+            self.row_shares.give_rows_to([self.rank])
+
     def _connect(self, view: Any) -> None:
         exchange_start.connect(view)
-        self.row_shares.give_rows_to(view.members)
-        self.metric_totals.divide(is_first=self.rank == view.members[0])
+        ranks = self._group.membership.ranks(view)
+        self.row_shares.give_rows_to(ranks)
+        self.metric_totals.divide(is_first=self.rank == ranks[0])
+
+    def _take_no_rows(self) -> None:
+        self.row_shares.give_rows_to([rank for rank in range(self.num_workers) if rank != self.rank])
+        self.metric_totals.divide(is_first=False)
+
+    def fit_callbacks(self) -> list[Any]:
+        """Returns the callbacks that each `fit` under this strategy has besides those of the user."""
+        if not self._is_elastic:
+            return []
+        self._fits += 1
+        return [ElasticFit(self._group, self._transactions, self._fits - 1, self._take_no_rows)]
 
     def step_function(self, model: Any, name: str, function: Any) -> Any:
         """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""

@@ -132,6 +132,7 @@ HOOKS = StrategyHooks(
     at_end=_at_end,
     local_values=lambda strategy: setting_attributes(strategy, _builds_locally=True),
     sent_bytes=lambda strategy: strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None,
+    fit_callbacks=lambda strategy: strategy.fit_callbacks(),
     step_function=lambda strategy, model, name, function: strategy.step_function(model, name, function),
 )
 

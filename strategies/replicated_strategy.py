@@ -56,6 +56,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     """
 
     metric_totals: Any = None
+    starts_late = False  # whether this worker has started while the others train, and does not train with them yet
     _builds_locally = False
     has_read_number = False  # whether the user's code has read the number of replicas
     state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are
@@ -236,6 +237,10 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """Raises an error if a reduction or gathering over several workers cannot run any more."""
         if self.num_workers > 1:  # within one process they need no collectives
             check_collectives()
+
+    def fit_callbacks(self) -> list[Any]:
+        """Returns the callbacks that each `fit` under this strategy has besides those of the user."""
+        return []
 
     def step_function(self, model: Any, name: str, function: Any) -> Any:
         """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""

@@ -59,6 +59,7 @@ class StrategyHooks:
         local_values: Returns a context in which the strategy's `reduce` returns a local value unchanged.
         sent_bytes: Returns the bytes of gradients that this process has sent, if counted. `None`: Keras' progress bar.
         training: Takes a model; returns what trains it: its `train`, `test` and `predict` are the functions of `fit`.
+        fit_callbacks: Returns callbacks that a `fit` has besides those of the user.
         step_function: Takes a model, "train", "test" or "predict", and Keras' function of `fit`; returns the one to use.
         create: Takes a `NewValue`, too; returns what holds the value of a new Keras variable, or `None`.
         look_up: Takes the shards of a table, and ids; returns the rows, or `None` for Keras' own lookup.
@@ -90,6 +91,7 @@ class StrategyHooks:
     local_values: Callable[[Any], AbstractContextManager[Any]] = lambda strategy: nullcontext()
     sent_bytes: Callable[[Any], int | None] | None = None
     training: Callable[[Any], Any] | None = None
+    fit_callbacks: Callable[[Any], list[Any]] = lambda strategy: []
     step_function: Callable[[Any, Any, str, Any], Any] = lambda strategy, model, name, function: function
     create: Callable[[Any, Any], Any] | None = None
     look_up: Callable[[Any, Any], Any] | None = None

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from worker_groups import free_addresses, joined, on_workers
 
-from tfdist.exchange import joining
+from tfdist.exchange import group_listener, joining
 from tfdist.exchange.exchange_errors import WorkerLostError
-from tfdist.exchange.joining import Encryption
+from tfdist.exchange.group_listener import Encryption
 from tfdist.exchange.links import SharedMemoryLink, SocketLink
 from tfdist.exchange.worker_exchange import SMALL, STEPS, Exchange
 from tfdist.transport.transport_errors import HandshakeError
@@ -60,7 +60,7 @@ def test_workers_of_one_host_that_cannot_share_memory_use_sockets(fault: str, mo
         raise OSError("Cannot allocate memory")
 
     if fault == "another user":
-        monkeypatch.setattr(joining, "_user_of", lambda connection: os.getuid() + 1)
+        monkeypatch.setattr(group_listener, "_user_of", lambda connection: os.getuid() + 1)
     elif fault == "no memory":
         monkeypatch.setattr(SharedMemoryLink, "create", create)
     else:
@@ -229,9 +229,9 @@ def test_values_of_others_may_arrive_after_a_worker_has_left() -> None:
 
 
 def test_a_name_that_stands_for_loopback_does_not_hide_the_worker_from_other_hosts() -> None:
-    with joining._server("localhost", 0) as server:
+    with group_listener._server("localhost", 0) as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
-    with joining._server(socket.gethostname(), 0) as server:
+    with group_listener._server(socket.gethostname(), 0) as server:
         assert server.getsockname()[0] in ("0.0.0.0", "::")
 
 

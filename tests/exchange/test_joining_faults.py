@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from worker_groups import free_addresses, on_workers
 
-from tfdist.exchange import joining
+from tfdist.exchange import group_listener, joining
 from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.exchange.joining import CONTROL, GroupJoin
 from tfdist.exchange.worker_exchange import CHANNELS, STEPS, Exchange
@@ -117,13 +117,12 @@ def test_a_worker_that_is_started_again_before_all_have_joined_is_joined_again()
     """Worker 0 is replaced after worker 1 has joined it, while both wait for worker 2."""
     addresses, results = free_addresses(3), {}
     first = GroupJoin(0, addresses, Credentials("tfdist exchange", 1, "t", same_version=True), CHANNELS)
-    first._listen()
+    first._listener.add("", first._take)
+    first._listener.open()
     second = in_thread(results, 1, addresses, LIMIT_SECONDS)
     arrived = [first._joined.get(timeout=LIMIT_SECONDS) for _ in (CONTROL, *CHANNELS)]
     first._has_ended = True
-    for listener in first._listeners:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    first._listener.close()
     for arrival in arrived:
         assert isinstance(arrival, joining._Joined)
         arrival.close()
@@ -140,7 +139,8 @@ def test_a_worker_that_gives_up_does_not_dial_any_more() -> None:
     """What it still joined would be a connection to a worker that does not exist."""
     addresses = free_addresses(3)
     others = GroupJoin(0, addresses, Credentials("tfdist exchange", 1, "other", same_version=True), CHANNELS)
-    others._listen()
+    others._listener.add("", others._take)
+    others._listener.open()
     with pytest.raises(HandshakeError):  # of worker 0; worker 1 is dialed until then
         Exchange(2, addresses, token="t", timeout_seconds=LIMIT_SECONDS)
     host, _, port = addresses[1].rpartition(":")
@@ -151,9 +151,7 @@ def test_a_worker_that_gives_up_does_not_dial_any_more() -> None:
         with pytest.raises(TimeoutError), server.accept()[0]:
             pass
     others._has_ended = True
-    for listener in others._listeners:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    others._listener.close()
 
 
 def test_a_worker_that_is_lost_after_it_has_joined_is_named_by_those_who_wait_for_all(
@@ -235,13 +233,13 @@ def test_workers_join_beside_a_flood_of_connections() -> None:
                 strangers.append(socket.create_connection((host, int(port)), timeout=5))
             except OSError:  # all have joined
                 return
-            if len(strangers) > 3 * joining._MAX_PENDING_PER_ADDRESS:
+            if len(strangers) > 3 * group_listener._MAX_PENDING_PER_ADDRESS:
                 strangers.pop(0).close()
 
     flooding = threading.Thread(target=flood, daemon=True)
     connect(addresses[0]).close()
     flooding.start()
-    while len(strangers) < 2 * joining._MAX_PENDING_PER_ADDRESS:
+    while len(strangers) < 2 * group_listener._MAX_PENDING_PER_ADDRESS:
         time.sleep(0.01)
     second = Exchange(1, addresses, token="t", timeout_seconds=60.0)
     ends.set()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from worker_groups import free_addresses, joined, linked_channels, on_workers
 
-from tfdist.exchange import joining
+from tfdist.exchange import group_listener
 from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
 from tfdist.exchange.worker_exchange import STEPS, Exchange
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # A worker whose forked child, as those of `PyDataset(use_multiprocessing=True)`, lives longer than it.
 FORKING_WORKER = """
 import os, signal, sys, time
-from tfdist.exchange.joining import Encryption
+from tfdist.exchange.group_listener import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 
 exchange = Exchange(1, sys.argv[1:3], token="t", shares_memory=sys.argv[3] == "memory")
@@ -170,7 +170,7 @@ def test_a_worker_listens_on_a_link_local_address() -> None:
         pytest.skip("needs an interface with an IPv6 address of its link")
     digits, *_, interface = local[0]
     address = ":".join(digits[start : start + 4] for start in range(0, 32, 4))
-    with joining._server(f"{address}%{interface}", 0) as server:
+    with group_listener._server(f"{address}%{interface}", 0) as server:
         port = server.getsockname()[1]
         with socket.create_connection((f"{address}%{interface}", port), timeout=5):
             pass

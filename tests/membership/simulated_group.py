@@ -8,6 +8,7 @@ from tfdist.membership.agreement import Agreement
 from tfdist.membership.decisions import NO_VIEW, View
 
 _TICK_SECONDS = 0.02
+_RANKS = 10**6  # each worker has another one
 
 
 class SimulatedWorker:
@@ -19,7 +20,7 @@ class SimulatedWorker:
 
     def __init__(self, group: "SimulatedGroup", number: int, view: View) -> None:
         self.group, self.number = group, number
-        self.agreement = Agreement(number, view, self._send)
+        self.agreement = Agreement(number, view, self._send, ranks=_RANKS)
         self.state: list[tuple[int, int]] = []
         self.contributed: set[int] = set()  # workers whose part of the next step has arrived, in this view
         self.early: list[tuple[int, tuple[int, int], int]] = []
@@ -148,7 +149,10 @@ class SimulatedGroup:
 
     def join(self, number: int) -> None:
         """Starts a worker that joins."""
-        self.workers[number] = SimulatedWorker(self, number, NO_VIEW)
+        joins = self.workers[number] = SimulatedWorker(self, number, NO_VIEW)
+        for other in self.workers.values():
+            other.agreement.connects(number)
+            joins.agreement.connects(other.number)
         self._ask_for_state(number)
 
     def _ask_for_state(self, number: int) -> None:

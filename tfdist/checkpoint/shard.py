@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from tfdist.checkpoint.direct_file import write_direct
 from tfdist.checkpoint.errors import CorruptCheckpointError
+from tfdist.utils.dtypes import dtype_named
 
 Json = dict[str, Any]
 _Array = npt.NDArray[Any]
@@ -132,6 +133,26 @@ def read_shard(path: Path) -> Shard:
         raise CorruptCheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
+def decode_shard(content: bytes | bytearray) -> Shard:
+    """Returns the shard of the content of a file that `write_shard` would write. The arrays are writable.
+
+    >>> encoded = encode_shard(Shard({"bias": np.ones(2)}, {"step": 3}))
+    >>> decode_shard(encoded.header + b"".join(tensor.tobytes() for tensor in encoded.tensors))
+    Shard(tensors={'bias': array([1., 1.])}, metadata={'step': 3})
+    """
+    begin = 8 + int.from_bytes(content[:8], "little")
+    described = json.loads(content[8:begin])
+    header = described.pop(_METADATA)
+    dtypes = json.loads(header["dtypes"])
+    codes = {code: dtype for dtype, code in _CODES.items()}
+    tensors = {}
+    for stored_name, entry in described.items():
+        name, (first, end) = _from_stored_name(stored_name), entry["data_offsets"]
+        array = np.frombuffer(content, np.uint8, end - first, begin + first).view(codes[entry["dtype"]])
+        tensors[name] = _with_dtype(array.reshape(entry["shape"]), dtypes.get(name))
+    return Shard(tensors, json.loads(header["metadata"]))
+
+
 def dump_metadata(metadata: Json) -> str:
     """Returns `metadata` as JSON in ASCII. NaN and infinities are kept, in Python's spelling.
 
@@ -176,7 +197,7 @@ class _StoredDtype(NamedTuple):
 def _stored_dtype(dtype: np.dtype[Any]) -> _StoredDtype | None:
     """Returns how arrays of `dtype` are stored, `None` if they are not numeric."""
     try:
-        if dtype.newbyteorder("=") != _dtype_named(dtype.name):
+        if dtype.newbyteorder("=") != dtype_named(dtype.name):
             return None
     except (TypeError, AttributeError):
         return None
@@ -186,20 +207,7 @@ def _stored_dtype(dtype: np.dtype[Any]) -> _StoredDtype | None:
 
 
 def _with_dtype(array: _Array, dtype: str | None) -> _Array:
-    return array if dtype is None else array.reshape(-1).view(_dtype_named(dtype)).reshape(array.shape[:-1])
-
-
-def _dtype_named(name: str) -> np.dtype[Any]:
-    try:
-        dtype = np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        dtype = np.dtype(getattr(ml_dtypes, name))
-    # Rejects datetimes, strings, objects and records. The dtypes of ml_dtypes are of kind V, too, but built in.
-    if dtype.kind not in "biufcV" or (dtype.kind == "V" and dtype.isbuiltin != 2):
-        raise TypeError(f"{name} is not a numeric dtype")
-    return dtype
+    return array if dtype is None else array.reshape(-1).view(dtype_named(dtype)).reshape(array.shape[:-1])
 
 
 def _to_stored_name(name: str) -> str:

@@ -57,7 +57,6 @@ class ExchangeBoundary:
         self.run_alone: Callable[[Callable[[], tf.Tensor]], tf.Tensor] | None = (
             None  # an exchange outside of a function
         )
-        self.join_again: Callable[..., Exchange] | None = None  # connects with the members of another view
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
         self._requested: Any = None  # the number of exchanges, on all lanes but those in the background

@@ -1,7 +1,7 @@
 """Values under keys, by which the workers of a cluster agree."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,16 @@ class KeyValues:
     def __init__(self) -> None:
         self._store: Any = None
         self._start_seconds = 300.0
+        self.exchanged: dict[str, list[str]] = {}  # the results of `exchange`, by their names
+        self._remembers = False
 
     def use(self, store: Any) -> None:
         """Makes `store`, with the methods of `ClusterKeyValues`, what workers agree by from now on."""
         self._store = store
+
+    def remember(self, exchanged: Mapping[str, list[str]]) -> None:
+        """Keeps what workers exchange from now on for those that join later, who begin with what is `exchanged`."""
+        self._remembers, self.exchanged = True, dict(exchanged)
 
     def limit_start(self, seconds: float) -> None:
         """Sets how long a worker waits for the others while they create the same strategy."""
@@ -62,8 +68,10 @@ class KeyValues:
         Raises:
             TimeoutError: A worker does not call this in the time that workers have to start.
         """
+        if name in self.exchanged:
+            return self.exchanged[name]
         self.publish(f"{name}/{rank}", value)
-        values = []
+        values: list[str] = []
         for worker in range(num_workers):
             if not self.is_published(f"{name}/{worker}", self._start_seconds):
                 raise TimeoutError(
@@ -72,6 +80,8 @@ class KeyValues:
                     "workers. See what that worker does, or allow more time with `start_timeout_seconds`."
                 )
             values.append(self.wait_for(f"{name}/{worker}"))
+        if self._remembers:
+            self.exchanged[name] = values
         return values
 
 

@@ -36,6 +36,13 @@ _LOOK_SECONDS = 0.5
 Array = NDArray[Any]
 
 
+def aligned_copy(values: Array) -> Array:
+    """Returns a copy in memory that TensorFlow takes without another one, as results of channels are."""
+    copied: Array = _RESULTS.empty(values.shape, values.dtype)
+    copied[...] = values
+    return copied
+
+
 class Channel:
     """Exchanges arrays, one after another, in the order in which all workers call them.
 

@@ -1,27 +1,21 @@
 """Connects a worker with all others: authenticated, encrypted if the user gives certificates, by memory on one host.
 
 Each worker listens on its address until all others have joined, and dials those of lower rank. Between two workers
-there is one control connection and one link for each channel. Workers of one host find each other by a socket without
-a place in the file system, over which they pass descriptors of shared memory.
+there is one control connection and one link for each channel.
 """
 
-import collections
 import contextlib
 import dataclasses
-import errno
-import ipaddress
 import os
 import queue
 import secrets
 import socket
-import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from tfdist.exchange.group_listener import HANDSHAKE_SECONDS, Encryption, GroupListener, Request, ask
 from tfdist.exchange.links import SharedMemoryLink, SocketLink, WorkerLink
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials
@@ -33,33 +27,13 @@ from tfdist.transport.transport_errors import (
     TokenRejectedError,
     TransportError,
 )
-from tfdist.utils.cores_and_ports import host_and_port, listen_on_all_interfaces, naming_port
+from tfdist.utils.cores_and_ports import host_and_port
 
-_HANDSHAKE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05
 _CHECK_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # after which a worker that is lost while others join is noticed
-_MAX_PENDING = 256  # connections that have not proved the token yet
-_MAX_PENDING_PER_ADDRESS = 64
 _DESCRIPTORS = 5
 CONTROL = "control"
-
-
-@dataclasses.dataclass(frozen=True)
-class Encryption:
-    """TLS between workers: each proves its certificate to the other. All are paths of files in PEM."""
-
-    certificate: str  # of this worker
-    key: str
-    authority: str  # the certificates that are trusted
-
-    def wrap(self, connection: socket.socket, *, is_server: bool) -> socket.socket:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # addresses of workers change; the authority says who is a worker
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.authority)
-        return context.wrap_socket(connection, server_side=is_server)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +71,8 @@ class GroupJoin:
         channels: Sequence[str],
         *,
         members: Sequence[int] | None = None,
+        group: str = "",
+        listener: GroupListener | None = None,
         encryption: Encryption | None = None,
         shares_memory: bool = True,
         check_missing: Callable[[Mapping[str, str]], None] | None = None,
@@ -106,13 +82,13 @@ class GroupJoin:
         self._members = range(len(addresses)) if members is None else sorted(members)
         self._channels, self._encryption = list(channels), encryption
         self._joined: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
-        self._pending: collections.Counter[str] = collections.Counter()  # by address
-        self._pending_lock = threading.Lock()
+        self._arriving = threading.Lock()
         self._has_ended = False
         self._process = secrets.token_hex(16)
-        self._host = _host_identity() if shares_memory and hasattr(socket, "send_fds") else ""
-        self._local_name = f"\0tfdist-{secrets.token_hex(16)}" if self._host else ""
-        self._listeners: list[socket.socket] = []
+        self._group_name, self._keeps_listening = group, listener is not None
+        self._listener = listener or GroupListener(
+            addresses[rank], credentials, encryption=encryption, shares_memory=shares_memory
+        )
         self._reasons: dict[int, str] = {}  # why a worker is missing
 
     def join(self, timeout_seconds: float) -> GroupConnections:
@@ -124,7 +100,8 @@ class GroupJoin:
         joined: dict[tuple[int, str], _Joined] = {}
         try:
             if higher:
-                self._listen()
+                self._listener.add(self._group_name, self._take)
+                self._listener.open()
             for peer in lower:
                 self._start_dialer(peer)
             wanted = {(peer, purpose) for peer in [*lower, *higher] for purpose in (CONTROL, *self._channels)}
@@ -137,12 +114,11 @@ class GroupJoin:
                 arrival.close()
             raise
         finally:
-            with self._pending_lock:
+            with self._arriving:
                 self._has_ended = True
-            for listener in self._listeners:
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-                listener.close()
+            self._listener.remove(self._group_name)
+            if not self._keeps_listening:
+                self._listener.close()
             with contextlib.suppress(queue.Empty):
                 while True:
                     late = self._joined.get_nowait()
@@ -229,70 +205,24 @@ class GroupJoin:
             links[purpose][rank] = link
         return GroupConnections(control, links)
 
-    # The side that accepts.
-
-    def _listen(self) -> None:
-        self._listeners.append(_server(*host_and_port(self._addresses[self._rank])))
-        if self._local_name:
-            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            local.bind(self._local_name)
-            local.listen(_MAX_PENDING)
-            self._listeners.append(local)
-        for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="tfdist exchange", daemon=True).start()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, address = listener.accept()
-            except OSError:
-                if self._has_ended:
-                    return
-                time.sleep(_PAUSE_SECONDS)  # no descriptor is free at the moment
-                continue
-            source = str(address[0]) if connection.family != socket.AF_UNIX else "this host"
-            with self._pending_lock:
-                is_one_too_many = self._pending[source] >= _MAX_PENDING_PER_ADDRESS
-                is_one_too_many |= source != "this host" and self._pending.total() >= _MAX_PENDING
-                self._pending[source] += not is_one_too_many
-            if is_one_too_many or (source == "this host" and _user_of(connection) != os.getuid()):
-                self._end_pending(source, not is_one_too_many)
-                connection.close()
-                continue
-            arguments = (connection, source)
-            threading.Thread(target=self._admit, args=arguments, name="tfdist exchange", daemon=True).start()
-
-    def _end_pending(self, source: str, was_counted: bool = True) -> None:
-        with self._pending_lock:
-            self._pending[source] -= was_counted
-
-    def _admit(self, connection: socket.socket, source: str) -> None:
-        try:
-            is_local = connection.family == socket.AF_UNIX
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            if self._encryption is not None and not is_local:
-                connection = self._encryption.wrap(connection, is_server=True)
-            accepted = BlockingConnection.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
-            request = accepted.receive(_HANDSHAKE_SECONDS)
-            rank, purpose = request.get("rank"), request.get("purpose")
-            is_known = isinstance(rank, int) and rank > self._rank and rank in self._members
-            if not is_known or purpose not in (CONTROL, *self._channels):
-                accepted.close()
-                return
-            shares = bool(self._host) and request.get("host") == self._host
-            local = self._local_name[1:] if shares else ""
-            accepted.send({"rank": self._rank, "process": self._process, "local": local})
-            descriptors: tuple[int, ...] = ()
-            if is_local:
-                descriptors = accepted.receive_descriptors(_DESCRIPTORS, _HANDSHAKE_SECONDS)
-            self._arrive(_Joined(rank, str(purpose), str(request.get("process")), accepted, descriptors))
-        except (TransportError, OSError):
-            connection.close()  # a stranger, or a worker that tries again
-        finally:
-            self._end_pending(source)
+    def _take(self, request: Request) -> None:
+        """Takes a connection of a worker of higher rank."""
+        connection, message = request.connection, request.message
+        rank, purpose = message.get("rank"), message.get("purpose")
+        is_known = isinstance(rank, int) and rank > self._rank and rank in self._members
+        if not is_known or purpose not in (CONTROL, *self._channels):
+            connection.close()
+            return
+        identity = self._listener.host_identity
+        local = self._listener.local_name if identity and message.get("host") == identity else ""
+        connection.send({"rank": self._rank, "process": self._process, "local": local})
+        descriptors: tuple[int, ...] = ()
+        if request.is_local:
+            descriptors = connection.receive_descriptors(_DESCRIPTORS, HANDSHAKE_SECONDS)
+        self._arrive(_Joined(rank, str(purpose), str(message.get("process")), connection, descriptors))
 
     def _arrive(self, arrival: _Joined | Exception) -> None:
-        with self._pending_lock:
+        with self._arriving:
             if not self._has_ended:
                 self._joined.put(arrival)
                 return
@@ -334,23 +264,18 @@ class GroupJoin:
                 time.sleep(_PAUSE_SECONDS)
 
     def _open(self, connection: socket.socket, peer: int, purpose: str) -> tuple[BlockingConnection, dict[str, Any]]:
-        try:
-            if self._encryption is not None and connection.family != socket.AF_UNIX:
-                connection = self._encryption.wrap(connection, is_server=False)
-            opened = BlockingConnection.connect(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
-            opened.send({"rank": self._rank, "process": self._process, "purpose": purpose, "host": self._host})
-            answer = opened.receive(_HANDSHAKE_SECONDS)
-            if answer.get("rank") != peer:
-                raise ConnectionClosedError(f"worker {answer.get('rank')} answers at that address")
-            return opened, answer
-        except BaseException:
-            connection.close()
-            raise
+        own = {"rank": self._rank, "process": self._process, "host": self._listener.host_identity}
+        message = {**own, "purpose": purpose, "group": self._group_name}
+        opened, answer = ask(connection, self._credentials, message, encryption=self._encryption)
+        if answer.get("rank") != peer:
+            opened.close()
+            raise ConnectionClosedError(f"worker {answer.get('rank')} answers at that address")
+        return opened, answer
 
     def _open_memory(self, peer: int, purpose: str, local: str) -> _Joined:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(_HANDSHAKE_SECONDS)
+            connection.settimeout(HANDSHAKE_SECONDS)
             connection.connect(f"\0{local}")
             opened, answer = self._open(connection, peer, purpose)
             descriptors = SharedMemoryLink.create()
@@ -372,42 +297,3 @@ def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
         "same addresses and the same attempt on all workers. Start all workers by one launcher, or set the same "
         "TFDIST_TOKEN for all."
     )
-
-
-def _server(host: str, port: int) -> socket.socket:
-    """Listens on the address of this worker if it is numeric; on all interfaces if it is a name.
-
-    On its own host a name may resolve to a loopback address, and a numeric address may be a translated one, which this
-    host does not have.
-    """
-    with naming_port(port):
-        if host == "localhost" or _is_address(host):
-            family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            try:
-                return socket.create_server(place, family=family, backlog=_MAX_PENDING)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-        return listen_on_all_interfaces(port, backlog=_MAX_PENDING)
-
-
-def _host_identity() -> str:
-    """Returns what workers of one running kernel have in common."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Returns the user whose process is at the other end of a Unix socket."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)

@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.exchange.channel import Channel
 from tfdist.exchange.exchange_errors import ExchangeError, GroupFailure
 from tfdist.exchange.group_control import GroupControl
-from tfdist.exchange.joining import Encryption, GroupJoin
+from tfdist.exchange.group_listener import Encryption, GroupListener
+from tfdist.exchange.joining import GroupJoin
+from tfdist.exchange.result_log import LoggedChannel, ResultLog
 from tfdist.transport.handshake import Credentials
 
 PROTOCOL = 1
 STEPS, SMALL, BACKGROUND = CHANNELS = ("steps", "small", "background")
 """Channels: gradients; counts and metrics, which do not wait behind gradients; exchanges beside the steps."""
+
+
+def exchange_credentials(token: str, cluster: str) -> Credentials:
+    """Returns what workers prove to each other: a secret of all, and the same description of their attempt."""
+    return Credentials("tfdist exchange", PROTOCOL, token, cluster=cluster, same_version=True)
 
 
 class Exchange:
@@ -30,6 +37,9 @@ class Exchange:
         encryption: Encrypts connections between hosts, if given.
         shares_memory: Whether workers of one host exchange by shared memory.
         check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
+        listener: What listens on the address of this worker before and after; by default only while others join.
+        group: The name of these workers among the groups of that listener.
+        log: Through which the results of all exchanges go, if given.
         on_join: Called before the workers join, with a function that makes this worker give up with an error.
 
     Raises:
@@ -57,27 +67,33 @@ class Exchange:
         encryption: Encryption | None = None,
         shares_memory: bool = True,
         check_missing: Callable[[Mapping[str, str]], None] | None = None,
+        listener: GroupListener | None = None,
+        group: str = "",
+        log: ResultLog | None = None,
         on_join: Callable[[Callable[[Exception], None]], None] | None = None,
     ) -> None:
         self.rank, self.size, self.addresses = rank, len(addresses), list(addresses)
         self.members = list(range(self.size)) if members is None else sorted(members)
-        credentials = Credentials("tfdist exchange", PROTOCOL, token, cluster=cluster, same_version=True)
+        credentials = exchange_credentials(token, cluster)
         join = GroupJoin(
             rank,
             addresses,
             credentials,
             CHANNELS,
             members=self.members,
+            group=group,
+            listener=listener,
             encryption=encryption,
             shares_memory=shares_memory,
             check_missing=check_missing,
         )
         if on_join is not None:
             on_join(join.abort)
-        group = join.join(timeout_seconds)
+        connections = join.join(timeout_seconds)
         self._failure = GroupFailure()
-        self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
-        self._channels = {name: Channel(rank, links, self._failure, name) for name, links in group.links.items()}
+        self.control = GroupControl(rank, connections.control, self._failure, silence_seconds)
+        self._channels = {name: Channel(rank, links, self._failure, name) for name, links in connections.links.items()}
+        self._logged = None if log is None else {n: LoggedChannel(c, log) for n, c in self._channels.items()}
         _open_exchanges.add(self)
         try:
             # No worker sends arrays before all others read them from their links, not from a handshake.
@@ -86,9 +102,9 @@ class Exchange:
             self.close(has_ended=False)
             raise
 
-    def channel(self, name: str) -> Channel:
+    def channel(self, name: str) -> Channel | LoggedChannel:
         """Returns a channel, for one thread at a time."""
-        return self._channels[name]
+        return self._channels[name] if self._logged is None else self._logged[name]
 
     @property
     def failure(self) -> ExchangeError | None:

@@ -1,20 +1,17 @@
 """Models, checkpoints, logs and backups that several workers write to one path: readers see complete files."""
 
-import inspect
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
-from tfdist.keras_internals.running_fit import callers, is_call
+from tfdist.keras_internals.running_fit import is_within_call_of_fit
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
@@ -35,8 +32,6 @@ Replacing = Callable[[str], AbstractContextManager[str]]
 # The attributes with the paths. `ModelCheckpoint` is not here: it saves models, as a program does.
 _PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 _BACKUPS = {keras.callbacks.BackupAndRestore: "backup_dir"}
-_FIT = inspect.unwrap(keras.Model.fit).__code__
-_WRAPPERS = 6  # more than there are around the list of callbacks
 _REDIRECTED = "_tfdist_redirected"
 
 
@@ -179,7 +174,7 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
         **params: Any,
     ) -> None:
         strategy = getattr(model, "distribute_strategy", None)
-        if has_workers(strategy) and _is_created_by_fit(model):
+        if has_workers(strategy) and is_within_call_of_fit(model):
             listed = keras.tree.flatten(callbacks or [])
             for callback in listed:
                 _restore(callback)  # after a `fit` that an exception has ended
@@ -216,10 +211,6 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
     wrap_callback_list("__init__", create)
     wrap_callback_list("on_train_begin", begin)
     wrap_callback_list("on_train_end", end)
-
-
-def _is_created_by_fit(model: Any) -> bool:
-    return any(is_call(frame, _FIT, model) for frame in islice(callers(sys._getframe(1)), _WRAPPERS))
 
 
 def _path_of(callback: Any, attributes: dict[type, str]) -> str | None:

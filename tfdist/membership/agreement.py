@@ -5,8 +5,8 @@ It has no thread, no connection and no clock of its own, so tests can run every 
 1. A step: who has all sums of the next step says `ready` to the members of its view. Who has heard that of all members
    commits the step.
 2. A change: who loses a worker, or hears of a loss, promises nothing yet, and waits for a proposal of the oldest member
-   that it hears. That member sends `prepare` with a new ballot; the others `promise` it, with a report. From then on they
-   commit nothing in their view. It decides (`decisions.decide`) and sends `accept`; when all members of the next view
+   that it hears. That member sends `prepare` with a new ballot; the others `promise` it, with a report. From then on
+   they commit nothing in their view. It decides (`decisions.decide`) and sends `accept`; when all members of the next view
    have accepted, it sends `install`, and `exclude` to the others.
 3. If the proposer, or one whom it has chosen, is lost meanwhile: again from 2 with a higher ballot.
 """
@@ -29,6 +29,7 @@ class Agreement:
         own: The number of this worker.
         view: The first view; `NO_VIEW` for a worker that joins.
         send: Sends a message to a worker. Messages between two workers keep their order, or the connection ends.
+        ranks: The number of ranks. The rank of a worker is the remainder of its number; no two members have the same.
         committed: The last step of which this worker has the state.
 
     Attributes:
@@ -41,12 +42,13 @@ class Agreement:
         joining: Workers that join, and the last step that they have.
     """
 
-    def __init__(self, own: int, view: View, send: Send, *, committed: int = 0) -> None:
+    def __init__(self, own: int, view: View, send: Send, *, ranks: int, committed: int = 0) -> None:
         self.own, self.view, self.committed = own, view, committed
         self.is_ready = self.is_changing = self.is_excluded = False
         self.obstacle: NoMajority | None = None
         self.joining: dict[int, int] = {}
-        self._send_to = send
+        self._send_to, self._ranks = send, ranks
+        self._connected = set(view.members)
         self._promised: Ballot = view.ballot
         self._highest = view.ballot[0]
         self._attempts: list[View] = []
@@ -68,12 +70,16 @@ class Agreement:
     def has_sums(self) -> None:
         """This worker has all sums of the next step."""
         self.is_ready = True
-        plans = self._is_oldest() and self._can_take_in() and not self.is_changing
+        plans = self._is_oldest() and bool(self._can_take_in()) and not self.is_changing
         self._plans_change |= plans
         message = {"ready": self.committed + 1, "ballot": self.view.ballot, "plan": self._plans_change}
         self._send_to_all(self.view.members, message)
         self._ready.add(self.own)
         self._commit_if_all_are_ready()
+
+    def connects(self, worker: int) -> None:
+        """There is a connection to another worker, which joins or takes in this one."""
+        self._connected.add(worker)
 
     def hears(self, worker: int) -> None:
         """A worker is heard again."""
@@ -88,6 +94,7 @@ class Agreement:
     def has_ended(self, worker: int) -> None:
         """The process of a worker has certainly ended."""
         self.joining.pop(worker, None)
+        self._connected.discard(worker)
         if worker not in self._ended:
             self._ended.add(worker)
             self._miss(worker)
@@ -121,7 +128,7 @@ class Agreement:
         elif "suspect" in message:
             self._take_suspicion(sender, message)
         elif "prepare" in message:
-            self._take_proposal(sender, _ballot(message))
+            self._take_proposal(sender, _ballot(message), set(map(int, message["prepare"])))
         elif "promise" in message and _ballot(message) == self._promised and self._reports is not None:
             self._reports[sender] = Report.of_json(message["promise"])
         elif "refuse" in message:
@@ -199,21 +206,24 @@ class Agreement:
     def _is_oldest(self) -> bool:
         return self._leader() == self.own
 
-    def _can_take_in(self) -> bool:
-        heard = [worker for worker in self.joining if worker not in self._silent]
-        return any(self.joining[worker] >= self.committed - 1 for worker in heard)
+    def _can_take_in(self) -> set[int]:
+        """Returns the workers that join and are up to date, unless an earlier process of their rank may live."""
+        taken = {member % self._ranks for member in self.view.members if member not in self._ended | self._silent}
+        heard = [worker for worker in self.joining if worker not in self._silent and worker % self._ranks not in taken]
+        newest = {worker % self._ranks: worker for worker in sorted(heard)}
+        return {worker for worker in newest.values() if self.joining[worker] >= self.committed - 1}
 
     def _propose(self) -> None:
         self._highest = max(self._highest, self._promised[0]) + 1
         self._promised = (self._highest, self.own)
         self._accepted = None
         asked = {member for attempt in self._attempts for member in attempt.members} | set(self.view.members)
-        asked |= {worker for worker, step in self.joining.items() if step >= self.committed - 1}
+        asked |= self._can_take_in()
         self._asked = asked - {self.own} - self._ended - self._silent
-        self._reports = {self.own: self._report()}
-        self._send_to_all(self._asked, {"prepare": True, "ballot": self._promised})
+        self._reports = {self.own: self._report(self._asked)}
+        self._send_to_all(self._asked, {"prepare": sorted(self._asked), "ballot": self._promised})
 
-    def _take_proposal(self, sender: int, ballot: Ballot) -> None:
+    def _take_proposal(self, sender: int, ballot: Ballot, asked: set[int]) -> None:
         known = {member for attempt in self._attempts for member in attempt.members} | set(self.view.members)
         if self.view != NO_VIEW and sender not in known:
             return self._send_to(sender, {"exclude": True, "ballot": self.view.ballot})
@@ -222,11 +232,11 @@ class Agreement:
             return self._send_to(sender, {"refuse": self._promised[0], "ballot": ballot})
         self._drop_proposal()
         self._promised, self._accepted, self.is_changing = ballot, None, True
-        self._send_to(sender, {"promise": self._report().as_json(), "ballot": ballot})
+        self._send_to(sender, {"promise": self._report(asked).as_json(), "ballot": ballot})
         return None
 
-    def _report(self) -> Report:
-        ended, silent = frozenset(self._ended), frozenset(self._silent)
+    def _report(self, asked: set[int]) -> Report:
+        ended, silent = frozenset(self._ended), frozenset(self._silent | (asked - self._connected - {self.own}))
         return Report(self.view, tuple(self._attempts), self.committed, self.is_ready, ended, silent)
 
     def _give_up_waiting(self, now: float) -> None:

@@ -8,33 +8,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.exchange.joining import Encryption, GroupJoin
+from tfdist.exchange.group_listener import Encryption, GroupListener
 from tfdist.membership.agreement import Agreement
-from tfdist.membership.decisions import View
-from tfdist.membership.membership_errors import ExcludedWorkerError, NoMajorityError
+from tfdist.membership.decisions import NO_VIEW, View
+from tfdist.membership.meeting import Meeting, new_number
+from tfdist.membership.membership_errors import ExcludedWorkerError, JoinError, NoMajorityError
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
 
-PROTOCOL = 1
 _BEATS_PER_SILENCE = 8
 _LONGEST_BEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.02  # while the workers agree on another view
+_PATIENCE_SECONDS = 5.0  # of a worker that joins and hears nobody
 
 
 class Membership:
     """A connection to each other worker, and one thread, which answers also while this worker computes.
 
+    Workers have numbers: those that begin together their ranks, those that join later larger ones, whose remainder by
+    the number of ranks is their rank.
+
     Args:
         rank: The rank of this worker.
         addresses: `host:port` of each worker, by rank.
-        token: A secret of all workers.
-        cluster: A description that all workers of one attempt have in common.
+        listener: What listens on the address of this worker.
+        credentials: What the workers prove to each other.
+        offer: What a worker that joins gets to know, as JSON.
         timeout_seconds: How long the others may take to start.
         silence_seconds: The time after which a worker that says nothing counts as lost.
         majority_seconds: How long workers that are too few to go on wait for others.
         encryption: Encrypts connections between hosts, if given.
+
+    Attributes:
+        number: The number of this worker.
+        has_joined_late: Whether the others trained already when this worker started.
+        offered: What a worker that trains has told this one, which joins.
 
     Raises:
         TimeoutError, OSError, HandshakeError: See `tfdist.exchange.worker_exchange.Exchange`.
@@ -44,45 +54,87 @@ class Membership:
         self,
         rank: int,
         addresses: Sequence[str],
+        listener: GroupListener,
+        credentials: Credentials,
         *,
-        token: str,
-        cluster: str = "",
+        offer: Callable[[], Mapping[str, Any]] = dict,
         timeout_seconds: float = 300.0,
         silence_seconds: float = 60.0,
         majority_seconds: float = 10.0,
         encryption: Encryption | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank, self._ranks = rank, len(addresses)
         self._silence_seconds, self._majority_seconds = silence_seconds, majority_seconds
-        credentials = Credentials("tfdist membership", PROTOCOL, token, cluster=cluster, same_version=True)
-        join = GroupJoin(rank, addresses, credentials, (), encryption=encryption, shares_memory=False)
-        self._connections: dict[int, NonblockingConnection] = dict(join.join(timeout_seconds).control)
-        self._agreement = Agreement(rank, View((1, 0), tuple(range(len(addresses)))), self._send)
+        self._agreement: Agreement | None = None
+        self._connections: dict[int, NonblockingConnection] = {}
+        self._heard: dict[int, float] = {}
+        self._trained: set[int] = set()  # workers that trained when this one joined
+        self.offered: Mapping[str, Any] = {}
+        self._active_seconds = 0.0
         self._clock = ActiveClock(now=time.monotonic(), max_gap_seconds=silence_seconds / 2)
-        self._heard = dict.fromkeys(self._connections, 0.0)
         self._beat_seconds = min(silence_seconds / _BEATS_PER_SILENCE, _LONGEST_BEAT_SECONDS)
         self._changed = threading.Condition(threading.RLock())
         self._on_change: Callable[[], None] = lambda: None
         self._was_changing = self._is_closed = False
         self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._meeting = Meeting(
+            rank,
+            addresses,
+            listener,
+            credentials,
+            encryption=encryption,
+            trains=lambda: self.is_member,
+            offer=offer,
+            take=self._take,
+        )
+        connections = self._meeting.begin(timeout_seconds)
+        self.has_joined_late = connections is None
+        self.number = rank if connections is not None else new_number(rank, self._ranks)
+        view = NO_VIEW if connections is None else View((1, 0), tuple(range(self._ranks)))
+        with self._changed:
+            self._agreement = Agreement(self.number, view, self._send, ranks=self._ranks)
+            for number, connection in (connections or {}).items():
+                self._take(number, connection, {})
         self._thread = threading.Thread(target=self._serve, name="tfdist membership", daemon=True)
         self._thread.start()
+        if connections is not None:
+            self._meeting.accept(self.number)
+        else:
+            self._meeting.join(self.number)
+            with self._changed:
+                if not self._changed.wait_for(lambda: bool(self.offered), timeout_seconds):
+                    raise JoinError(f"no worker that trains has answered in {timeout_seconds:g} s")
 
     @property
     def view(self) -> View:
         """The workers that train together, as the last change has left them."""
-        return self._agreement.view
+        return self._agreed.view
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this worker trains with others."""
+        return self._agreement is not None and self._agreement.view != NO_VIEW
 
     @property
     def committed_steps(self) -> int:
         """The number of steps that this worker has committed."""
-        return self._agreement.committed
+        return self._agreed.committed
+
+    @property
+    def donors(self) -> list[int]:
+        """The ranks of the workers that have the state of the training, the oldest first, for one that joins."""
+        with self._changed:
+            return [number % self._ranks for number in sorted(self._trained) if number in self._connections]
+
+    def ranks(self, view: View) -> list[int]:
+        """Returns the ranks of the members of a view."""
+        return sorted(number % self._ranks for number in view.members)
 
     def interrupt_by(self, function: Callable[[], None]) -> None:
         """Calls `function`, on another thread, when the present view ends: exchanges in it would wait in vain."""
         with self._changed:
             self._on_change = function
-            if self._agreement.is_changing:
+            if self._agreed.is_changing:
                 function()
 
     def commit(self) -> bool:
@@ -95,13 +147,46 @@ class Membership:
         Raises:
             ExcludedWorkerError, NoMajorityError: See `wait_for_view`.
         """
-        agreement = self._agreement
+        agreement = self._agreed
         with self._changed:
             before, step = agreement.view, agreement.committed + 1
             agreement.has_sums()
             self._note_change()
             self._wait_until(lambda: agreement.committed >= step or agreement.view != before)
             return agreement.committed >= step
+
+    def has_replayed(self, step: int, *, is_ready: bool) -> None:
+        """This worker, which joins, has the state after a step; `is_ready` says that it may be taken in."""
+        with self._changed:
+            self._agreed.joins_with(step)
+            if is_ready:
+                for number in list(self._connections):
+                    self._send(number, {"joins": step})
+            self._note_change()
+
+    def wait_to_join(self, is_over: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+        """Waits until this worker, which joins, is a member, or `is_over`; returns whether that is so in time.
+
+        Raises:
+            JoinError: No worker that trains is left.
+        """
+        limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        alone_since: float | None = None
+        with self._changed:
+            while not (is_over() or self.is_member):
+                now = time.monotonic()
+                alone_since = None if self.donors else alone_since or now
+                if alone_since is not None and now > alone_since + _PATIENCE_SECONDS:
+                    raise JoinError("the workers that trained have ended")
+                if limit is not None and now > limit:
+                    return False
+                self._changed.wait(self._beat_seconds)
+        return True
+
+    def notify(self) -> None:
+        """Makes `wait_to_join` look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_for_view(self) -> View:
         """Waits until the workers agree on who trains; returns the view.
@@ -111,18 +196,20 @@ class Membership:
             NoMajorityError: This worker and those that it hears are too few: others may go on without them.
         """
         with self._changed:
-            self._wait_until(lambda: not self._agreement.is_changing)
-            return self._agreement.view
+            self._wait_until(lambda: not self._agreed.is_changing)
+            return self._agreed.view
 
     def report_failure(self, view: View, rank: int, patience_seconds: float = 1.0) -> None:
         """An exchange with a worker has failed in a view: waits until the membership notices why.
 
         If it does not, the worker counts as silent: it is there, and its exchange is broken.
         """
-        agreement = self._agreement
+        agreement = self._agreed
         with self._changed:
             if not self._changed.wait_for(lambda: agreement.is_changing or agreement.view != view, patience_seconds):
-                agreement.does_not_hear(rank)
+                for number in view.members:
+                    if number % self._ranks == rank and number != self.number:
+                        agreement.does_not_hear(number)
                 self._note_change()
 
     def close(self) -> None:
@@ -131,24 +218,49 @@ class Membership:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._meeting.close()
         os.eventfd_write(self._wakes, 1)
         self._thread.join()
         for connection in self._connections.values():
             connection.close()
         os.close(self._wakes)
 
+    def close_in_fork(self) -> None:
+        """Closes the connections in a forked child; they stay open in the parent."""
+        for connection in list(self._connections.values()):
+            connection.close_in_fork()
+
+    @property
+    def _agreed(self) -> Agreement:
+        assert self._agreement is not None
+        return self._agreement
+
+    def _take(self, number: int, connection: NonblockingConnection, answer: Mapping[str, Any]) -> None:
+        """Takes a connection to another worker."""
+        with self._changed:
+            if self._is_closed or self._agreement is None or number in self._connections:
+                connection.close()
+                return
+            self._connections[number], self._heard[number] = connection, self._active_seconds
+            self._agreement.connects(number)
+            if answer.get("trains"):
+                self._trained.add(number)
+                self.offered = {"": None, **dict(answer.get("offer", {}))}
+            self._changed.notify_all()
+            os.eventfd_write(self._wakes, 1)
+
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         limit: float | None = None
         while not is_over():
-            if self._agreement.is_excluded:
+            if self._agreed.is_excluded:
                 raise ExcludedWorkerError(self.rank)
-            obstacle = self._agreement.obstacle
+            obstacle = self._agreed.obstacle
             if obstacle is None:
                 limit = None
             elif limit is None:
                 limit = time.monotonic() + self._majority_seconds
             elif time.monotonic() > limit:
-                raise NoMajorityError(obstacle, self._majority_seconds)
+                raise NoMajorityError(obstacle, self._majority_seconds, self._ranks)
             self._changed.wait(self._beat_seconds)
 
     def _serve(self) -> None:
@@ -158,52 +270,52 @@ class Membership:
             if now >= next_beat:
                 next_beat = now + self._beat_seconds
                 with self._changed:
-                    for rank in list(self._connections):
-                        self._send(rank, {"alive": True})
+                    for number in list(self._connections):
+                        self._send(number, {"alive": True})
             poller = select.poll()
             poller.register(self._wakes, select.POLLIN)
-            for connection in self._connections.values():
+            for connection in list(self._connections.values()):
                 poller.register(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.has_unsent else 0))
-            wait_seconds = _TICK_SECONDS if self._agreement.is_changing else next_beat - time.monotonic()
+            wait_seconds = _TICK_SECONDS if self._agreed.is_changing else next_beat - time.monotonic()
             poller.poll(max(wait_seconds, 0) * 1000)
             with self._changed:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakes)
-                active_seconds = self._clock.advance(time.monotonic())
-                self._receive(active_seconds)
-                self._check_silence(active_seconds)
-                self._agreement.tick(time.monotonic())
+                self._active_seconds = self._clock.advance(time.monotonic())
+                self._receive()
+                self._check_silence()
+                self._agreed.tick(time.monotonic())
                 self._note_change()
                 self._changed.notify_all()
 
     def _note_change(self) -> None:
         """Interrupts exchanges when a view ends; wakes the thread, which drives the agreement."""
-        is_changing = self._agreement.is_changing
+        is_changing = self._agreed.is_changing
         if is_changing and not self._was_changing:
             self._on_change()
             os.eventfd_write(self._wakes, 1)
         self._was_changing = is_changing
 
-    def _receive(self, active_seconds: float) -> None:
-        for rank, connection in list(self._connections.items()):
+    def _receive(self) -> None:
+        for number, connection in list(self._connections.items()):
             try:
                 connection.flush()
                 for message in connection.receive():
-                    self._heard[rank] = active_seconds
-                    self._agreement.hears(rank)
+                    self._heard[number] = self._active_seconds
+                    self._agreed.hears(number)
                     if "alive" not in message:
-                        self._agreement.receive(rank, message, time.monotonic())
+                        self._agreed.receive(number, message, time.monotonic())
             except (ConnectionClosedError, AttributeError, KeyError, TypeError, ValueError):
-                self._connections.pop(rank).close()
-                self._agreement.has_ended(rank)
+                self._connections.pop(number).close()
+                self._agreed.has_ended(number)
 
-    def _check_silence(self, active_seconds: float) -> None:
-        for rank in self._connections:
-            if active_seconds - self._heard[rank] > self._silence_seconds:
-                self._agreement.does_not_hear(rank)
+    def _check_silence(self) -> None:
+        for number in self._connections:
+            if self._active_seconds - self._heard[number] > self._silence_seconds:
+                self._agreed.does_not_hear(number)
 
-    def _send(self, rank: int, message: Mapping[str, Any]) -> None:
-        connection = self._connections.get(rank)
+    def _send(self, number: int, message: Mapping[str, Any]) -> None:
+        connection = self._connections.get(number)
         if connection is not None:
             with contextlib.suppress(ConnectionClosedError):  # `_receive` sees it, too
                 connection.send(message)

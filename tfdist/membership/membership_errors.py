@@ -25,14 +25,32 @@ class NoMajorityError(ExchangeError):
     Args:
         obstacle: Who is left of which view.
         seconds: How long this worker has waited.
+        ranks: The number of ranks.
     """
 
-    def __init__(self, obstacle: NoMajority, seconds: float) -> None:
-        missing = [rank for rank in obstacle.members if rank not in (*obstacle.present, *obstacle.ended)]
+    def __init__(self, obstacle: NoMajority, seconds: float, ranks: int) -> None:
+        members, present, ended = (
+            [number % ranks for number in numbers] for numbers in (obstacle.members, obstacle.present, obstacle.ended)
+        )
+        missing = [rank for rank in members if rank not in (*present, *ended)]
         super().__init__(
-            f"Too few workers are left to train on. Received: of the workers {list(obstacle.members)} only "
-            f"{list(obstacle.present)} hear each other, {list(obstacle.ended)} have ended, and {missing} have been "
+            f"Too few workers are left to train on. Received: of the workers {members} only "
+            f"{present} hear each other, {ended} have ended, and {missing} have been "
             f"silent for more than {seconds:g} s and may train without them. Expected: more than half of those that "
             "have not ended, or half with the first of them. Repair the network, and restart the workers together; "
             "with the callback FailureRecovery they resume."
+        )
+
+
+class JoinError(ExchangeError):
+    """A worker cannot join the others.
+
+    Args:
+        reason: Why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"This worker cannot join the training. Received: {reason}. Expected: a worker that trains sends its "
+            "state. If others train still, start this worker again; if not, the training has ended."
         )

@@ -107,6 +107,24 @@ class BlockingConnection:
             raise ConnectionClosedError(str(error)) from error
         return message
 
+    def send_data(self, data: memoryview, timeout_seconds: float) -> None:
+        """Sends bytes outside of messages; the time-out is that of each part of 256 kB."""
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            self._send(data[begin : begin + _CHUNK_BYTES], timeout_seconds)
+
+    def receive_data(self, into: memoryview, timeout_seconds: float) -> None:
+        """Receives as many bytes as `into` has, outside of messages; the time-out is that of each part."""
+        early = self._codec.buffer.take(len(into))
+        into[: len(early)] = early
+        begin = len(early)
+        with _as_closed():
+            self._socket.settimeout(timeout_seconds)
+            while begin < len(into):
+                count = self._socket.recv_into(into[begin:])
+                if not count:
+                    raise ConnectionClosedError("the other side closed the connection")
+                begin += count
+
     def send_bytes(self, count: int, timeout_seconds: float) -> None:
         """Sends `count` bytes of any content, outside of messages."""
         deadline, block = time.monotonic() + timeout_seconds, memoryview(bytes(min(count, _CHUNK_BYTES)))

@@ -1,0 +1,118 @@
+"""What an elastic training does in `fit`: sends its state to workers that join, loads it on them, leaves when asked."""
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from tfdist.cluster import PREEMPTED_EXIT_CODE
+from tfdist.data_position.position import Position
+from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
+from tfdist.elastic.received_state import ReceivedState, encode_state
+from tfdist.elastic.step_transactions import StepTransactions
+from tfdist.keras_internals.epoch_iterator import last_step
+from tfdist.keras_internals.keras_callbacks import LastCallback
+from tfdist.membership.elastic_group import ElasticGroup
+from tfdist.recovery.preemption import exit_process
+from tfdist.recovery.training_state import TrainingProgress, TrainingState
+
+
+class ElasticFit(LastCallback):
+    """The callback that each `fit` of an elastic strategy has.
+
+    Args:
+        group: The workers.
+        transactions: Runs the steps.
+        number: The number of this `fit` in the program, from 0.
+        take_no_rows: Called on a worker that has the state of another one: it computes no rows, and has counted none.
+    """
+
+    def __init__(
+        self, group: ElasticGroup, transactions: StepTransactions, number: int, take_no_rows: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._group, self._transactions, self._number, self._take_no_rows = group, transactions, number, take_no_rows
+        self._received: ReceivedState | None = None
+        self._is_asked_to_leave = threading.Event()
+        self._earlier_handler: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._iterator = training_iterator(self.model)
+        self._progress, self._logs = TrainingProgress(), None
+        self._state: TrainingState | None = None
+        if self._transactions.is_alone:
+            self._join()
+        self._handle_signal()
+        self._iterator.on_fit_end(self._restore_handler)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._progress = self._progress.in_epoch(epoch)
+        received, self._received = self._received, None
+        if received is not None:
+            # Other callbacks and Keras have now reset metrics and moved schedules.
+            self._load(received)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._progress, self._logs = self._progress.after_batch(last_step(self.model, batch)), logs
+        if self._group.donor.is_asked and self._group.membership.is_member:
+            self._give_state()
+        if self._is_asked_to_leave.is_set():
+            self._group.close()
+            exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=False)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._progress, self._logs = self._progress.after_epoch(), None
+
+    def _join(self) -> None:
+        """Loads the state of a worker that trains. If the others are in a later `fit`, this worker trains by itself."""
+        receiver = self._group.ask_for_state(self._number)
+        if receiver is None:
+            return
+        assert receiver.state is not None
+        received = self._received = ReceivedState(receiver.state[1], len(self._group.addresses))
+        progress = TrainingProgress(**received.metadata["progress"])
+        self._iterator.resume_at(Position.from_json(received.metadata["position"]), replay=True)
+        start_at_epoch(self.model, progress.epoch)
+        self._load(received)
+        self._progress = progress
+        self._transactions.replay(receiver)
+
+    def _load(self, received: ReceivedState) -> None:
+        rank, ranks = self._group.rank, len(self._group.addresses)
+        self._training_state().restore(received, rank, ranks, metrics=False)
+        self._take_no_rows()
+
+    def _training_state(self) -> TrainingState:
+        if self._state is None:
+            timeout = self._group.timeout_seconds
+            self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
+        return self._state
+
+    def _give_state(self) -> None:
+        """Sends the state after this step to the workers that wait for it, and later what is exchanged in each step."""
+        position = self._iterator.position(self._progress.next_step, self._logs)
+        for request in self._group.donor.requests():
+            if request.fit < self._number:
+                request.refuse(self._number)
+            elif request.fit > self._number:
+                self._group.donor.keep(request)
+            else:
+                snapshot = self._training_state().snapshot({}, is_chief=True)
+                metadata = {"progress": asdict(self._progress), "position": position.to_json()}
+                step = self._group.membership.committed_steps
+                parts = encode_state(snapshot, metadata)
+                self._group.donor.send(request, step, lambda parts=parts: parts)
+                self._group.log.keep(True)
+
+    def _handle_signal(self) -> None:
+        """Makes SIGTERM let this worker leave after its step, unless the program handles the signal itself."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda number, frame: self._is_asked_to_leave.set())
+            self._earlier_handler = signal.SIG_DFL
+
+    def _restore_handler(self) -> None:
+        if self._earlier_handler is not None:
+            signal.signal(signal.SIGTERM, self._earlier_handler)
+            self._earlier_handler = None

@@ -1,0 +1,46 @@
+"""The state of a training in memory: encoded by the worker that sends it, and read like a checkpoint by another one."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.checkpoint.shard import Shard, decode_shard, encode_shard
+from tfdist.recovery.training_state import Snapshot
+
+
+def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> list[Any]:
+    """Returns the buffers of a snapshot of the chief's, and of what belongs to it, as JSON."""
+    assert snapshot.shared is not None
+    snapshot.finish()
+    parts: list[Any] = [json.dumps(metadata).encode()]
+    for shard in (snapshot.shared, snapshot.rank):
+        encoded = encode_shard(shard)
+        parts += [len(encoded.tensors).to_bytes(8, "little"), encoded.header, *encoded.tensors]
+    return parts
+
+
+class ReceivedState:
+    """What `TrainingState.restore` needs of a checkpoint. All ranks have the same state.
+
+    Args:
+        parts: What `encode_state` has returned, as bytes.
+        num_ranks: The number of ranks.
+    """
+
+    def __init__(self, parts: Sequence[bytearray], num_ranks: int) -> None:
+        self.metadata: dict[str, Any] = json.loads(parts[0])
+        self.num_ranks = num_ranks
+        self._shards: list[Shard] = []
+        rest = list(parts[1:])
+        while rest:
+            count = int.from_bytes(rest[0], "little")
+            self._shards.append(decode_shard(bytearray().join(rest[1 : count + 2])))
+            rest = rest[count + 2 :]
+
+    def read_shared(self) -> Shard:
+        """Returns what is equal on all ranks."""
+        return self._shards[0]
+
+    def read_rank(self, rank: int) -> Shard:
+        """Returns what each rank has."""
+        return self._shards[1]

@@ -1,0 +1,181 @@
+"""Steps that are written on all workers that go on, or on none: what was written is taken back if one is lost.
+
+A worker that joins repeats the steps of the others with their sums in place of exchanges, without rows of its own, until
+it is one of them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tensorflow as tf
+
+from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
+from tfdist.membership.decisions import View
+from tfdist.membership.elastic_group import ElasticGroup
+from tfdist.membership.membership_errors import JoinError
+from tfdist.membership.state_transfer import StateReceiver
+from tfdist.utils.temporary_values import setting_attributes
+
+_STEPS_THAT_CREATE = 2
+_Result = TypeVar("_Result")
+
+
+class WrittenVariables:
+    """All that the steps of a function may write, on this worker.
+
+    Args:
+        find: Returns them. It is asked before the first two steps: the first may create some.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[tf.Variable]]) -> None:
+        self._find, self._steps = find, 0
+
+    def read(self) -> Sequence[tf.Tensor]:
+        """Returns the values before a step. They share the memory of the variables until the step writes these."""
+        if self._steps < _STEPS_THAT_CREATE:
+            self._variables = list(self._find())
+            self._read = tf.function(lambda: [variable.read_value() for variable in self._variables])
+        self._steps += 1
+        with tf.init_scope():
+            return self._read() if self._variables else ()
+
+    def take_back(self, values: Sequence[tf.Tensor]) -> None:
+        """Gives the variables the values that `read` has returned."""
+        with tf.init_scope():
+            for variable, value in zip(self._variables, values, strict=True):
+                variable.assign(value)
+
+
+NOTHING = WrittenVariables(tuple)
+
+
+class StepTransactions:
+    """Runs steps, and again those during which a worker is lost, on the same data with the workers that are left.
+
+    Args:
+        group: The workers.
+        failure: Returns the error that ended the present exchange with the other workers, if there is one.
+        connect: Connects this worker with the members of a view, and gives them their rows. It may raise a
+            `WorkerLostError` if one of them is lost meanwhile.
+
+    Attributes:
+        lost_workers: How many workers have been lost while this one trained.
+        joined_workers: How many have joined.
+        repeated_steps: How many steps were computed again.
+        lost_seconds: How long this worker has computed what did not count, and agreed on changes.
+    """
+
+    def __init__(
+        self,
+        group: ElasticGroup,
+        failure: Callable[[], ExchangeError | None],
+        connect: Callable[[View], None],
+    ) -> None:
+        self._group, self._failure, self._connect = group, failure, connect
+        self._view = group.membership.view
+        self._receiver: StateReceiver | None = None
+        self._is_running = False
+        self.lost_workers = self.joined_workers = self.repeated_steps = 0
+        self.lost_seconds = 0.0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker computes everything by itself: it has started while the others train."""
+        return self._receiver is None and not self._group.membership.is_member
+
+    def replay(self, receiver: StateReceiver) -> None:
+        """Repeats the others' steps from now on. This worker has the state that it has received."""
+        assert receiver.state is not None
+        self._receiver = receiver
+        self._group.membership.has_replayed(receiver.state[0], is_ready=False)
+
+    def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
+        """Runs an exchange; outside of a step it is one by itself."""
+        return exchange() if self._is_running else self.run(exchange, NOTHING)
+
+    def run(self, step: Callable[[], _Result], written: WrittenVariables) -> _Result:
+        """Runs a step, which all workers run, until it counts.
+
+        Args:
+            step: Computes and writes; called again after a loss, when what it has `written` is taken back.
+            written: All that it may write.
+
+        Raises:
+            ExchangeError: This worker cannot go on: see `Membership.wait_for_view`.
+        """
+        if self.is_alone:
+            return self._attempt(step)
+        if self._receiver is not None and self._waits_for_results(self._receiver):
+            return self._replayed(self._receiver, step)
+        while True:
+            began = time.monotonic()
+            self._follow_view()
+            before = written.read()
+            try:
+                result = self._attempt(step)
+            except (ExchangeError, tf.errors.OpError) as error:
+                lost = self._failure()
+                if not isinstance(lost, WorkerLostError):
+                    raise
+                written.take_back(before)
+                self._group.membership.report_failure(self._view, lost.rank)
+                del error
+            else:
+                if self._group.membership.commit():
+                    self._pass_on()
+                    return result
+                written.take_back(before)
+            self._group.log.take()
+            self.repeated_steps += 1
+            self.lost_seconds += time.monotonic() - began
+
+    def _attempt(self, step: Callable[[], _Result]) -> _Result:
+        with setting_attributes(self, _is_running=True):
+            return step()
+
+    def _pass_on(self) -> None:
+        """Sends the results of a step that counts to those that join."""
+        donor = self._group.donor
+        if donor.is_sending:
+            donor.send_step(self._group.membership.committed_steps, self._group.log.take())
+        else:
+            self._group.log.keep(False)
+
+    def _waits_for_results(self, receiver: StateReceiver) -> bool:
+        """Waits for what the others have exchanged in the next step; returns whether there is such a step.
+
+        Otherwise this worker is one of them from this step on.
+        """
+        membership = self._group.membership
+        membership.wait_to_join(lambda: receiver.has_step)
+        if not membership.is_member:
+            return True
+        self._group.log.replay(None)
+        self._receiver = None
+        receiver.close()
+        return False
+
+    def _replayed(self, receiver: StateReceiver, step: Callable[[], _Result]) -> _Result:
+        if receiver.failure:
+            raise JoinError(f"the worker that sent its state is lost ({receiver.failure})")
+        number, results = receiver.next_step()
+        self._group.log.replay(results)
+        result = self._attempt(step)
+        self._group.log.replay([])
+        self._group.membership.has_replayed(number, is_ready=True)
+        return result
+
+    def _follow_view(self) -> None:
+        """Connects this worker with those that the workers have agreed on."""
+        while (view := self._group.membership.wait_for_view()) != self._view:
+            began = time.monotonic()
+            try:
+                self._connect(view)
+            except WorkerLostError as error:
+                self._group.membership.report_failure(view, error.rank)
+                continue
+            self.lost_workers += len(set(self._view.members) - set(view.members))
+            self.joined_workers += len(set(view.members) - set(self._view.members)) if self._view.members else 0
+            self.lost_seconds += time.monotonic() - began
+            self._view = view
