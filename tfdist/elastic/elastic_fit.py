@@ -14,6 +14,7 @@ from tfdist.elastic.step_transactions import StepTransactions
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.membership.elastic_group import ElasticGroup
+from tfdist.membership.state_transfer import StateReceiver
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 
@@ -33,7 +34,7 @@ class ElasticFit(LastCallback):
     ) -> None:
         super().__init__()
         self._group, self._transactions, self._number, self._take_no_rows = group, transactions, number, take_no_rows
-        self._received: ReceivedState | None = None
+        self._received: tuple[StateReceiver, ReceivedState] | None = None
         self._is_asked_to_leave = threading.Event()
         self._earlier_handler: Any = None
 
@@ -48,10 +49,12 @@ class ElasticFit(LastCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)
-        received, self._received = self._received, None
-        if received is not None:
-            # Other callbacks and Keras have now reset metrics and moved schedules.
+        if self._received is not None:
+            receiver, received = self._received
+            self._received = None
+            # Other callbacks and Keras have now reset metrics and moved schedules, as the others had at this place.
             self._load(received)
+            self._transactions.replay(receiver)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_batch(last_step(self.model, batch)), logs
@@ -70,13 +73,12 @@ class ElasticFit(LastCallback):
         if receiver is None:
             return
         assert receiver.state is not None
-        received = self._received = ReceivedState(receiver.state[1], len(self._group.addresses))
+        received = ReceivedState(receiver.state[1], len(self._group.addresses))
         progress = TrainingProgress(**received.metadata["progress"])
         self._iterator.resume_at(Position.from_json(received.metadata["position"]), replay=True)
         start_at_epoch(self.model, progress.epoch)
         self._load(received)
-        self._progress = progress
-        self._transactions.replay(receiver)
+        self._progress, self._received = progress, (receiver, received)
 
     def _load(self, received: ReceivedState) -> None:
         rank, ranks = self._group.rank, len(self._group.addresses)

@@ -38,6 +38,7 @@ class Meeting:
         credentials: What both sides of a connection prove.
         encryption: Encrypts connections between hosts, if given.
         trains: Whether this worker is one of those that train.
+        has_lost: Whether it trains without any worker of a rank.
         offer: What a worker that joins gets to know from one that trains.
         take: Called with the number of another worker and the connection to it, on any thread.
     """
@@ -51,12 +52,13 @@ class Meeting:
         *,
         encryption: Encryption | None,
         trains: Callable[[], bool],
+        has_lost: Callable[[int], bool],
         offer: Callable[[], Mapping[str, Any]],
         take: Callable[[int, NonblockingConnection, Mapping[str, Any]], None],
     ) -> None:
         self._rank, self._addresses = rank, list(addresses)
         self._listener, self._credentials, self._encryption = listener, credentials, encryption
-        self._trains, self._offer, self._take = trains, offer, take
+        self._trains, self._has_lost, self._offer, self._take = trains, has_lost, offer, take
         self._number: int | None = None  # None: it is not decided whether this worker begins or joins
         self._dialed: set[int] = set()
         self._is_over = threading.Event()
@@ -117,17 +119,17 @@ class Meeting:
     def _probe(self, peer: int, join: GroupJoin, is_decided: threading.Event) -> None:
         while not is_decided.is_set():
             with contextlib.suppress(TransportError, OSError):
-                connection, answer = self._ask(peer, {"asks": True})
+                connection, answer = self._ask(peer, {"asks": self._rank})
                 connection.close()
-                if answer.get("trains"):
+                if answer.get("has_lost"):
                     join.abort(_OthersTrainError())
                     return
             is_decided.wait(_PROBE_SECONDS)
 
     def _answer(self, request: Request) -> None:
         connection, message = request.connection, request.message
-        if message.get("asks"):
-            connection.send({"trains": self._trains()})
+        if isinstance(message.get("asks"), int):
+            connection.send({"has_lost": self._has_lost(message["asks"])})
             connection.close()
             return
         number = message.get("number")

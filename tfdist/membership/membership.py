@@ -84,6 +84,7 @@ class Membership:
             credentials,
             encryption=encryption,
             trains=lambda: self.is_member,
+            has_lost=self._has_lost,
             offer=offer,
             take=self._take,
         )
@@ -234,6 +235,11 @@ class Membership:
     def _agreed(self) -> Agreement:
         assert self._agreement is not None
         return self._agreement
+
+    def _has_lost(self, rank: int) -> bool:
+        with self._changed:
+            members = [number for number in self.view.members if number in self._connections] if self.is_member else []
+            return self.is_member and rank not in [number % self._ranks for number in members]
 
     def _take(self, number: int, connection: NonblockingConnection, answer: Mapping[str, Any]) -> None:
         """Takes a connection to another worker."""
