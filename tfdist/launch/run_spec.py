@@ -23,6 +23,8 @@ class Role:
     The run ends when no process that runs the script is left. A worker beside parameter servers, or of an elastic run,
     is restarted alone. A process that holds variables for the chief must not exit, because they are lost with it.
 
+    >>> [role.is_elastic for role in run_roles(2, is_elastic=True).values()]
+    [True, True]
     >>> roles = [Role(Task("worker", 3)), Role(Task("worker", 3), runs_script=False), Role(Task("chief", 0))]
     >>> [(role.name, role.label, role.log_name) for role in roles]
     [('worker 3', '3', 'rank-3.log'), ('worker 3', 'worker 3', 'worker-3.log'), ('chief', 'chief', 'chief.log')]
@@ -140,6 +142,8 @@ class RunSpec:
 
     >>> RunSpec(workers=2, chief=True, grace=7.0).arguments()
     ['--workers', '2', '--chief', '--grace', '7']
+    >>> RunSpec(workers=3, elastic=1).arguments()
+    ['--workers', '3', '--elastic', '1']
     """
 
     # number of workers of each host, in the call of an engine of all places together; 0: as a plan says
