@@ -274,17 +274,22 @@ class WorkerSupervisor:
     def _record_loss(self, ended: WorkerExit) -> None:
         """Restarts a worker alone, or ends the attempt if too few are left."""
         now = time.monotonic()
-        how = "left, as it was asked to" if ended.is_preempted else "failed"
-        # The launcher signals a single worker that is not frozen only because of an error that it has reported.
-        what = "an error, while it was still shutting down" if ended.was_signalled else ended.describe()
-        text = f"{ended.name} {how}: {what}"
-        if self._elastic.record_exit(ended, now=now):
-            self._console.say(f"{text}; {self._backoff.record_exit(ended.rank, now=now, has_others=True)}")
+        is_enough = self._elastic.record_exit(ended, now=now)
+        if is_enough:
+            follows = self._backoff.record_exit(ended.rank, now=now, has_others=True)
+        else:
+            left = counted(self._elastic.count(now=now), "worker")
+            self._outcome.too_few = f"{left} left of at least {self._least} (--elastic)"
+            follows = f"the attempt ends: {self._outcome.too_few}"
+        if ended.is_preempted:
+            self._console.say(f"{ended.name} left, as it was asked to: {ended.describe()}; {follows}")
+        else:
+            # The launcher signals a single worker that is not frozen only because of an error that it has reported.
+            what = "an error, while it was still shutting down" if ended.was_signalled else ended.describe()
+            self._console.say(f"{ended.name} failed: {what}; {follows}")
+        if is_enough:
             return
         self._backoff.cancel()
-        left = counted(self._elastic.count(now=now), "worker")
-        self._outcome.too_few = f"{left} left of at least {self._least}"
-        self._console.say(text, f"the attempt ends: {self._outcome.too_few} (--elastic {self._least})")
         self._outcome.exits += self._elastic.recent_exits
         cause = root_cause(self._outcome.exits)
         if cause is None or not (cause.is_preempted or cause.reports_lost_peer):

@@ -1,4 +1,4 @@
-"""The workers of an elastic attempt: how many train, whether the attempt goes on without one, and what it failed of."""
+"""The workers of an elastic attempt: how many train, whether one is restarted, and which losses may be the cause."""
 
 import dataclasses
 import signal
