@@ -71,14 +71,12 @@ def test_worker_that_is_restarted_alone_is_warm(run):
             beat(step=step)
             time.sleep(0.06)
         if RANK == 1 and not has_died:
-            while not list(HERE.glob("imported-*")):
-                beat(step=2)
+            wait_until(lambda: beat(step=2) or list(HERE.glob("imported-*")))
             time.sleep(0.3)
             note("dies")
             die()
         note(f"second-{RANK}")
-        while not (HERE / "second-1").exists():
-            beat(step=2)
+        wait_until(lambda: beat(step=2) or (HERE / "second-1").exists())
     """
     ended = run(script, "--warm-spares", "--elastic", "1")
     assert (ended.code, ended.of(0), ended.of(1)) == (0, ["cold"], ["cold", "warm"])
