@@ -77,6 +77,17 @@ def test_process_that_cannot_be_started_is_not_the_cause():
     assert elastic.recent_exits == [WorkerExit(0, 5)]
 
 
+def test_worker_that_could_not_join_is_not_the_cause():
+    elastic = started()
+    elastic.record_exit(WorkerExit(0, -9), now=10.0)
+    elastic.record_start(0, now=11.0)
+    for now, step in ((11.0, 8), (12.0, 9)):
+        elastic.observe({1, 2}, (1, step), now=now)
+    assert elastic.record_exit(WorkerExit(0, 1, ("JoinError",)), now=13.0)
+    elastic.record_exit(WorkerExit(1, 5), now=13.5)
+    assert elastic.recent_exits == [WorkerExit(1, 5)]
+
+
 def test_waiting_workers_are_ended_after_the_grace():
     elastic = started()
     assert elastic.signal_to_waiting(5.0, now=10.0) is None

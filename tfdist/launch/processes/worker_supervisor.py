@@ -245,7 +245,7 @@ class WorkerSupervisor:
             self._policy.report_no_worker()
 
     def _record_elastic_exit(self, worker: WorkerProcess, ended: WorkerExit) -> None:
-        """Says what follows the exit of a worker without which the others train on, and ends the attempt if need be."""
+        """Decides and says what follows the exit of a worker of an elastic run."""
         self._error_deadlines.pop(ended.rank, None)
         self._observe_training()
         is_complete = not ended.failed and ended.returncode == 0

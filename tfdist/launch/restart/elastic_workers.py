@@ -87,7 +87,7 @@ class ElasticWorkers:
     def record_exit(self, ended: WorkerExit, *, now: float) -> bool:
         """Records that a worker was lost, or could not be started; returns whether enough workers are left."""
         worker = self._workers[ended.rank]
-        if worker.loss is None or (worker.is_running and not worker.is_waiting):
+        if self._trains(worker, now):  # else the others have lost nothing
             worker.loss = _Loss(ended, now)
         worker.is_running = False
         self._has_failed = self.count(now=now) < self._least
