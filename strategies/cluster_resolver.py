@@ -1,4 +1,4 @@
-"""What a strategy reads from the environment: the cluster, and how long the other tasks may take to start."""
+"""What a strategy reads from the environment: the cluster, how long other tasks may take to start or may be silent."""
 
 import math
 import os
@@ -17,6 +17,7 @@ _SILENCE_SECONDS = 60.0
 _SILENCE_VARIABLE = "TFDIST_SILENCE_LIMIT"
 _SERVER_JOBS = {"chief", "worker", "ps", "evaluator"}
 _VARIABLE = "TFDIST_START_TIMEOUT"
+_ELASTIC_VARIABLE = "TFDIST_ELASTIC"
 _RUN_VARIABLE = "TFDIST_RUN_ID"  # set by `tfdist run`, in whose clusters only a chief's workers have a job beside them
 
 
@@ -129,6 +130,28 @@ def start_timeout_of(start_timeout_seconds: float | None) -> float:
             "sets it, or unset it."
         )
     return seconds
+
+
+def is_elastic_run(elastic: bool | None) -> bool:
+    """Returns whether the others train on when a worker is lost.
+
+    Args:
+        elastic: The argument of the strategy. If None, the environment variable `TFDIST_ELASTIC` applies, which
+            `tfdist run --elastic` sets, else False.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    if elastic is not None:
+        return elastic
+    remedy = "Start the workers by `tfdist run --elastic`, which sets it, or unset it."
+    number = optional_integer_variable(os.environ, _ELASTIC_VARIABLE, remedy=remedy) or 0
+    if number > 1:
+        raise ValueError(
+            f"Invalid environment variable {_ELASTIC_VARIABLE}. Received: {_ELASTIC_VARIABLE}={number}. Expected: 0 or "
+            f"1. {remedy}"
+        )
+    return number == 1
 
 
 def silence_limit_of_environment() -> float:

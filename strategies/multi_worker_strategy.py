@@ -26,6 +26,7 @@ from tfdist.sharded_state.state_sharding import ShardedState
 from tfdist.strategies import exchange_start
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
+    is_elastic_run,
     peer_addresses,
     silence_limit_of_environment,
     start_timeout_of,
@@ -92,7 +93,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         load_balancing: bool | LoadBalancing = False,
         shares: Sequence[float] | None = None,
         mode: Synchronous | LocalMode | None = None,
-        elastic: bool = False,
+        elastic: bool | None = None,
     ) -> None:
         """Creates the strategy, and connects this worker with all others.
 
@@ -125,7 +126,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 `DiLoCo(sync_every=...)`: each worker trains by itself, and weights are exchanged after many updates;
                 `compression` then applies to differences of weights. See `docs/local_updates.md`.
 
-            elastic: Whether workers may be lost: the others take over their rows of the same batch, and go on.
+            elastic: Whether workers may be lost: the others take over their rows of the same batch, and go on. By
+                default under `tfdist run --elastic`, which sets `TFDIST_ELASTIC=1`.
 
         Raises:
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
@@ -134,6 +136,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use, or the name of a Slurm node does not resolve.
         """
+        elastic = is_elastic_run(elastic)
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
         local_mode = _local_mode(mode, shard_optimizer_state, divides_rows=divides_rows)

@@ -156,6 +156,22 @@ def test_trainings_of_a_process_are_numbered(ends, heartbeat, monkeypatch):
     assert {number for number, step in numbers if step != 1} <= {None, 2}
 
 
+def test_losses_and_joins_are_sent_by_the_heartbeat_that_is_started(ends, heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 1000.0)
+    totals = {"lost": 2, "joined": 1, "repeated_steps": 3, "seconds_lost": 0.5}
+    trainer = Heartbeat(ends[1].fileno())
+    trainer.membership(**totals)
+    assert receive(ends[0]) == {"membership": totals}, "alone: nothing says that the process is alive"
+    heartbeat.start()
+    heartbeat.step(41)
+    receive_all(ends[0])
+    trainer.membership(**totals)
+    trainer.close()
+    assert receive_all(ends[0]) == [{"alive": True, "step": 41, "membership": totals}]
+    heartbeat.saved(7, 41)
+    assert receive(ends[0])["membership"] == totals
+
+
 def test_supervisor_that_does_not_read_blocks_nothing(ends, heartbeat):
     began = time.monotonic()
     for sequence in range(20_000):

@@ -6,6 +6,7 @@ import pytest
 
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
+    is_elastic_run,
     silence_limit_of_environment,
     start_timeout_of,
 )
@@ -26,6 +27,19 @@ def test_start_timeout_by_default(monkeypatch):
     assert start_timeout_of(None) == 300
     monkeypatch.setenv("TFDIST_START_TIMEOUT", "2.5")
     assert start_timeout_of(None) == 2.5
+
+
+def test_elastic_variable(monkeypatch):
+    monkeypatch.delenv("TFDIST_ELASTIC", raising=False)
+    assert [is_elastic_run(argument) for argument in (None, False, True)] == [False, False, True]
+    for value, expected in (("1", True), ("0", False), (" ", False)):
+        monkeypatch.setenv("TFDIST_ELASTIC", value)
+        assert is_elastic_run(None) is expected
+    for value in ("2", "true"):
+        monkeypatch.setenv("TFDIST_ELASTIC", value)
+        with pytest.raises(ValueError, match=f"TFDIST_ELASTIC.*Received: TFDIST_ELASTIC='?{value}.*--elastic"):
+            is_elastic_run(None)
+        assert is_elastic_run(False) is False
 
 
 def test_silence_is_judged_by_the_launcher_if_there_is_one(monkeypatch):

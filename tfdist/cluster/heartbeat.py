@@ -14,6 +14,9 @@ datagram is a JSON object with any of these keys:
 | `phase`      | activity in place of training steps, such as "validation"; no step is expected while it is set        |
 | `batch`      | number of completed batches in this phase, if batches are expected in place of steps                  |
 | `error`      | the uncaught exception: {"type": "ValueError", "message": "…"}                                        |
+| `membership` | changes of an elastic training so far: "lost", "joined", "repeated_steps" and "seconds_lost"          |
+
+A datagram that has `membership` alone is from a process without a started heartbeat, and says nothing else.
 """
 
 import atexit
@@ -70,6 +73,7 @@ class Heartbeat:
         self._ready = False
         self._phase: tuple[str, int | None] | None = None  # name and batches; one assignment, too
         self._error: Mapping[str, str] | None = None
+        self._membership: Mapping[str, float] | None = None
         self._next_step_at = 0.0
         self._thread: threading.Thread | None = None
         # A message must not overtake a newer one. Handlers of signals may send while their own thread does.
@@ -164,6 +168,40 @@ class Heartbeat:
             self._phase = self._phase[0], int(number)
             self._send_at_limited_rate()
 
+    def membership(self, *, lost: int, joined: int, repeated_steps: int, seconds_lost: float) -> None:
+        """Reports the losses and joins that this worker of an elastic training has seen. Any thread may call this.
+
+        The heartbeat that is started in this process sends them, whichever that is. Without one they are sent alone:
+        the supervisor then expects no further heartbeats. The first report of a worker that was started again says that
+        it has joined the others.
+
+        Args:
+            lost: Number of workers that were lost since the attempt began.
+            joined: Number of workers that joined the others since then.
+            repeated_steps: Number of steps that were computed again since then.
+            seconds_lost: Time that losses and joins have cost since then, in seconds.
+
+        >>> supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        >>> heartbeat = Heartbeat(worker.fileno())
+        >>> heartbeat.membership(lost=1, joined=0, repeated_steps=1, seconds_lost=0.2)
+        >>> supervisor.recv(1000)
+        b'{"membership": {"lost": 1, "joined": 0, "repeated_steps": 1, "seconds_lost": 0.2}}'
+        >>> heartbeat.close(), supervisor.close(), worker.close()
+        (None, None, None)
+        """
+        totals = {
+            "lost": int(lost),
+            "joined": int(joined),
+            "repeated_steps": int(repeated_steps),
+            "seconds_lost": float(seconds_lost),
+        }
+        active = Heartbeat._active
+        if active is not None:
+            active._membership = totals
+            active._send()
+        elif os.getpid() == self._pid:
+            self._send_message({"membership": totals})
+
     def error(self, error: BaseException) -> None:
         """Reports the exception that ends this process."""
         self._error = {"type": type(error).__qualname__, "message": str(error)[:_MAX_MESSAGE]}
@@ -219,8 +257,11 @@ class Heartbeat:
                 "batch": batch,
                 "error": self._error,
                 "ready": self._ready or None,
+                "membership": self._membership,
             }
-            message = {key: value for key, value in state.items() if value is not None}
-            # If the supervisor has exited or its buffer is full: the next datagram has the same content.
-            with contextlib.suppress(OSError):
-                self._socket.send(json.dumps(message).encode(), _FLAGS)
+            self._send_message({key: value for key, value in state.items() if value is not None})
+
+    def _send_message(self, message: Mapping[str, Any]) -> None:
+        # If the supervisor has exited or its buffer is full: the next datagram has the same content.
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode(), _FLAGS)

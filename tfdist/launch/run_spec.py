@@ -20,9 +20,11 @@ _NOUNS = {"chief": "chief", "worker": "worker", "ps": "parameter server"}
 class Role:
     """What one process of a run is.
 
-    The run ends when no process that runs the script is left. A worker beside parameter servers is restarted alone. A
-    process that holds variables for the chief must not exit, because they are lost with it.
+    The run ends when no process that runs the script is left. A worker beside parameter servers, or of an elastic run,
+    is restarted alone. A process that holds variables for the chief must not exit, because they are lost with it.
 
+    >>> [role.is_elastic for role in run_roles(2, is_elastic=True).values()]
+    [True, True]
     >>> roles = [Role(Task("worker", 3)), Role(Task("worker", 3), runs_script=False), Role(Task("chief", 0))]
     >>> [(role.name, role.label, role.log_name) for role in roles]
     [('worker 3', '3', 'rank-3.log'), ('worker 3', 'worker 3', 'worker-3.log'), ('chief', 'chief', 'chief.log')]
@@ -50,6 +52,16 @@ class Role:
         return f"rank-{self.label}.log" if self._is_worker_with_script else f"{self.name.replace(' ', '-')}.log"
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether it runs the script, and the others train on without it."""
+        return self.runs_script and self.is_restarted_alone
+
+    @property
+    def may_be_the_cause(self) -> bool:
+        """Whether other processes that run the script may fail because it is frozen."""
+        return self.runs_script or not self.is_restarted_alone
+
+    @property
     def is_server(self) -> bool:
         """Whether it holds variables, which are lost when it exits: a parameter server, or a worker with stages."""
         return not self.runs_script and not self.is_restarted_alone
@@ -59,17 +71,20 @@ class Role:
         return self.runs_script and self.task.type == "worker"
 
 
-def run_roles(workers: int, *, parameter_servers: int = 0, has_chief: bool = False) -> dict[int, Role]:
+def run_roles(
+    workers: int, *, parameter_servers: int = 0, has_chief: bool = False, is_elastic: bool = False
+) -> dict[int, Role]:
     """Returns the roles of a run, by rank: workers that all run the script, or what a chief, which runs it, uses.
 
-    Parameter servers imply a chief. With `has_chief` the workers hold the stages of its model.
+    Parameter servers imply a chief. With `has_chief` the workers hold the stages of its model. With `is_elastic`
+    workers that run the script are restarted alone.
 
     >>> [role.name for role in run_roles(2, parameter_servers=1).values()]
     ['chief', 'worker 0', 'worker 1', 'ps 0']
     """
     tasks = [Task("worker", index) for index in range(workers)]
     if not parameter_servers and not has_chief:
-        return dict(enumerate(map(Role, tasks)))
+        return {rank: Role(task, is_restarted_alone=is_elastic) for rank, task in enumerate(tasks)}
     chief = Role(Task("chief", 0), computes=parameter_servers > 0)  # other workers hold its model
     worker_roles = [Role(task, runs_script=False, is_restarted_alone=parameter_servers > 0) for task in tasks]
     servers = [Role(Task("ps", index), runs_script=False) for index in range(parameter_servers)]
@@ -127,6 +142,8 @@ class RunSpec:
 
     >>> RunSpec(workers=2, chief=True, grace=7.0).arguments()
     ['--workers', '2', '--chief', '--grace', '7']
+    >>> RunSpec(workers=3, elastic=1).arguments()
+    ['--workers', '3', '--elastic', '1']
     """
 
     # number of workers of each host, in the call of an engine of all places together; 0: as a plan says
@@ -137,7 +154,9 @@ class RunSpec:
     nodes: int = 1  # number of hosts
     max_restarts: int = 0
     min_workers: int | None = None  # least number of workers of all hosts together; None: all
-    # how often a worker beside parameter servers is restarted in an attempt; None: no limit
+    # least number of workers that train: a worker that is lost is restarted alone; None: all are restarted
+    elastic: int | None = None
+    # how often a worker that is restarted alone is restarted in an attempt; None: no limit
     worker_restarts: int | None = None
     restart_delay: float = 1.0  # from a failure to the next start, after an attempt without progress
     warm_spares: bool = False  # whether to keep processes for the next attempt that have imported TensorFlow
@@ -264,7 +283,12 @@ class RunSpec:
 
     def roles(self, workers: int) -> dict[int, Role]:
         """Returns the processes of an attempt with so many workers on all hosts together, by rank."""
-        return run_roles(workers, parameter_servers=self.parameter_servers, has_chief=self.chief)
+        return run_roles(
+            workers,
+            parameter_servers=self.parameter_servers,
+            has_chief=self.chief,
+            is_elastic=self.elastic is not None,
+        )
 
     def roles_of_nodes(self, shares: Sequence[int]) -> list[dict[int, Role]]:
         """Returns the processes of each host, by rank, given its number of workers, at least 1.

@@ -1,3 +1,4 @@
+import argparse
 import os
 import subprocess
 import sys
@@ -6,6 +7,8 @@ import pytest
 
 import tfdist
 from tfdist.launch.cli.main import main
+from tfdist.launch.cli.run_options import add_options
+from tfdist.launch.run_spec import RunSpec
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,26 @@ def test_help(capsys, arguments, expected):
             "--min-workers exceeds --workers. Received: --workers 2 --min-workers 3. Expected: --min-workers of at",
         ),
         (
+            ["run", "--workers", "2", "--elastic", "3", "script.py"],
+            "--elastic exceeds --workers. Received: --workers 2 --elastic 3. Expected: --elastic of at most --workers",
+        ),
+        (
+            ["run", "--workers", "2", "--elastic", "1", "--parameter-servers", "1", "script.py"],
+            "workers beside parameter servers are always restarted alone. Received: --elastic 1 --parameter-servers 1.",
+        ),
+        (
+            ["run", "--workers", "2", "--elastic", "1", "--chief", "script.py"],
+            "which are lost with it. Received: --elastic 1 --chief. Expected: one of them. Remove --elastic",
+        ),
+        (
+            ["run", "--workers", "2", "--elastic", "1", "--min-workers", "1", "script.py"],
+            "Received: --elastic 1 --min-workers 1. Expected: one of them. Remove --min-workers.",
+        ),
+        (
+            ["run", "--workers", "2", "--elastic", "1", "--nodes", "2", "script.py"],
+            "--elastic is for one host: the launchers of several hosts do not inform each other yet of a worker that",
+        ),
+        (
             ["run", "--workers", "1", "--error-file", "script.py/error.json", "script.py"],
             "The error file cannot be written. Received: script.py/error.json",
         ),
@@ -69,6 +92,7 @@ WHOLE_NUMBERS = {
     "--workers": 1,
     "--parameter-servers": 0,
     "--worker-restarts": 0,
+    "--elastic": 1,
     "--max-restarts": 0,
     "--min-workers": 1,
     "--threads-per-worker": 1,
@@ -100,6 +124,13 @@ def test_invalid_start_timeout_of_the_environment(capfd, monkeypatch, value):
     assert main(["run", "--workers", "2", "script.py"]) == 2
     message = f"Invalid environment variable TFDIST_START_TIMEOUT. Received: TFDIST_START_TIMEOUT='{value}'. Expected:"
     assert message in capfd.readouterr().err
+
+
+def test_options_of_a_run_are_read_as_they_were_written():
+    spec = RunSpec(workers=3, elastic=1, worker_restarts=2, warm_spares=True)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert RunSpec.of_options(parser.parse_args([*spec.arguments(), "script.py"])) == spec
 
 
 def test_arguments_after_the_script_are_its_own(run):

@@ -11,10 +11,10 @@ BOTH = {0: False, 1: False}
 class Watch:
     """A monitor of two workers, checked every quarter of a second of a simulated clock."""
 
-    def __init__(self, heartbeat_timeout=10.0, stall_timeout=60.0):
+    def __init__(self, heartbeat_timeout=10.0, stall_timeout=60.0, roles=None):
         self.now = 1000.0
         self.monitor = HeartbeatMonitor(
-            run_roles(2),
+            roles or run_roles(2),
             now=self.now,
             heartbeat_timeout_seconds=heartbeat_timeout,
             stall_timeout_seconds=stall_timeout,

@@ -1,6 +1,9 @@
 import pytest
 from heartbeat_watch import BOTH, Watch
 
+from tfdist.launch.processes.heartbeat_monitor import MembershipChanges
+from tfdist.launch.run_spec import run_roles
+
 
 def test_silence_is_frozen():
     watch = Watch()
@@ -107,6 +110,57 @@ def test_steps_and_checkpoints_are_those_of_the_newest_fit():
     watch.receive(0, fit=2, step=3, saved=0, saved_step=2)
     assert (known.step, known.saved, known.saved_step) == (3, 0, 2)
     assert "(last step 3 of fit 2)" in watch.pass_time(20).frozen[0]
+
+
+CHANGES = {"lost": 2, "joined": 1, "repeated_steps": 3, "seconds_lost": 0.5}
+
+
+def test_most_losses_and_joins_of_any_worker():
+    watch = Watch(roles=run_roles(2, is_elastic=True))
+    assert watch.monitor.membership is None
+    watch.receive(0, alive=True, membership=CHANGES)
+    watch.receive(1, alive=True, membership={**CHANGES, "lost": 1, "seconds_lost": 0.75})
+    watch.receive(1, alive=True)
+    watch.monitor.reset(0)
+    assert watch.monitor.membership == MembershipChanges(lost=2, joined=1, repeated_steps=3, seconds_lost=0.75)
+
+
+def test_losses_and_joins_alone_are_not_a_heartbeat():
+    watch = Watch()
+    watch.receive(0, fit=2, step=3)
+    watch.receive(0, membership=CHANGES)
+    watch.receive(1, membership=CHANGES)
+    assert (watch.monitor.fit, watch.monitor.step, watch.monitor.heartbeat_ranks) == (2, 3, {0})
+    assert watch.pass_time(20).frozen.keys() == {0}
+
+
+@pytest.mark.parametrize("wrong", [{"lost": "2"}, {"seconds_lost": -1}, {"joined": None}])
+def test_wrong_losses_and_joins_are_ignored(wrong):
+    watch = Watch()
+    watch.receive(0, membership={**CHANGES, **wrong})
+    watch.receive(0, membership=[1])
+    assert watch.monitor.membership is None and not watch.monitor.trained_ranks
+
+
+def test_worker_has_trained_after_a_step_of_its_process():
+    watch = Watch(roles=run_roles(3, is_elastic=True))
+    for rank in (0, 1):
+        watch.receive(rank, step=40)  # restored, or where it waits to join
+    assert not watch.monitor.trained_ranks
+    watch.receive(0, step=41)
+    watch.receive(2, membership=CHANGES)
+    assert watch.monitor.trained_ranks == {0, 2}
+    watch.monitor.reset(0)
+    assert watch.monitor.trained_ranks == {2}
+    assert watch.monitor.heartbeat_ranks == {0, 1}, "of the attempt"
+
+
+def test_elastic_training_may_stall_while_a_worker_is_away():
+    watch = Watch(roles=run_roles(2, is_elastic=True), heartbeat_timeout=0.0, stall_timeout=5.0)
+    watch.receive(1, step=9, phase="validation")
+    for step in (1, 2):
+        watch.receive(0, step=step)
+    assert watch.pass_time(6, is_stopped={0: False}).stall == "no worker made a step for 5 s (last steps: 2)"
 
 
 @pytest.mark.parametrize("datagram", [b"", b"\xff", b"[1]", b"3", b"{", b"[" * 60_000])

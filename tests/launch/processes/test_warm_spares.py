@@ -1,4 +1,4 @@
-"""Warm spares, which import a file named tensorflow here and become the workers of the next attempt."""
+"""Warm spares, which import a file named tensorflow here and become workers that are started again."""
 
 import json
 import os
@@ -61,6 +61,25 @@ def test_workers_of_the_next_attempt_are_warm_and_draw_as_before(run, tmp_path):
     assert [ended.of(rank) for rank in (0, 1)] == [[drawn, "attempt 0 cold", drawn, "attempt 1 warm"]] * 2
     imported = {int(path.name.partition("-")[2]) for path in tmp_path.glob("imported-*")}
     assert {int((tmp_path / f"pid-{rank}-of-attempt-1").read_text()) for rank in (0, 1)} <= imported
+
+
+def test_worker_that_is_restarted_alone_is_warm(run):
+    script = """
+        print("warm" if "tensorflow" in sys.modules else "cold")
+        has_died = (HERE / "dies").exists()
+        for step in (1, 2):
+            beat(step=step)
+            time.sleep(0.06)
+        if RANK == 1 and not has_died:
+            wait_until(lambda: beat(step=2) or list(HERE.glob("imported-*")))
+            time.sleep(0.3)
+            note("dies")
+            die()
+        note(f"second-{RANK}")
+        wait_until(lambda: beat(step=2) or (HERE / "second-1").exists())
+    """
+    ended = run(script, "--warm-spares", "--elastic", "1")
+    assert (ended.code, ended.of(0), ended.of(1)) == (0, ["cold"], ["cold", "warm"])
 
 
 def test_runs_without_spares(start, tmp_path):

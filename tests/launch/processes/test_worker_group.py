@@ -43,8 +43,14 @@ class OrphanReaper:
 
 
 class WarmSpares:
+    def __init__(self):
+        self.closed = []
+
     def start_worker(self, rank, environ):
         return Process(rank, "script", environ)
+
+    def close_connection(self, worker):
+        self.closed.append(worker)
 
 
 @pytest.fixture
@@ -53,9 +59,14 @@ def reaper():
 
 
 @pytest.fixture
-def group(monkeypatch, reaper):
+def spares():
+    return WarmSpares()
+
+
+@pytest.fixture
+def group(monkeypatch, reaper, spares):
     monkeypatch.setattr(worker_group, "WorkerProcess", Process)
-    return WorkerGroup(reaper, WarmSpares(), keeps_spares=False)
+    return WorkerGroup(reaper, spares, keeps_spares=False)
 
 
 def test_chief_runs_the_script_and_the_others_serve(group):
@@ -69,6 +80,14 @@ def test_new_worker_replaces_the_former(group):
     former.returncode = -9
     new = group.start(1, {}, WORKER)
     assert group.workers == {0: chief, 1: new} and former.is_closed
+
+
+def test_connection_to_a_spare_is_closed_when_another_process_replaces_it(group, spares):
+    (role,) = run_roles(1, is_elastic=True).values()
+    former = group.start(0, {}, role)
+    former.returncode = -9
+    group.start(0, {}, role)
+    assert spares.closed == [former]
 
 
 def test_children_of_the_former_worker_are_waited_for_and_signalled(group, reaper):

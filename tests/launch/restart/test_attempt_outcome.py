@@ -2,7 +2,7 @@ import pytest
 
 from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome, encode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.run_spec import RunSpec
+from tfdist.launch.run_spec import RunSpec, run_roles
 
 SAVED, FINISHED, KILLED = WorkerExit(0, 75), WorkerExit(1, 0), WorkerExit(1, -9, was_signalled=True)
 
@@ -20,6 +20,17 @@ SAVED, FINISHED, KILLED = WorkerExit(0, 75), WorkerExit(1, 0), WorkerExit(1, -9,
 )
 def test_preempted_are_all_or_none(exits, is_preempted):
     assert Outcome(0, 2, exits).is_preempted is is_preempted
+
+
+def test_preempted_without_a_worker_that_had_been_lost():
+    outcome = Outcome(0, 2, (SAVED,), roles=run_roles(2, is_elastic=True), left_out=frozenset({1}))
+    assert outcome.is_preempted
+
+
+def test_too_few_workers_is_a_failure_even_without_a_culprit():
+    outcome = Outcome(0, 2, (KILLED,), too_few="0 workers left of at least 1")
+    assert (outcome.has_failed, outcome.exit_code) == (True, 1)
+    assert outcome.report()[-1] == "the attempt failed: 0 workers left of at least 1"
 
 
 @pytest.mark.parametrize(

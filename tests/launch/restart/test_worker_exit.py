@@ -60,6 +60,7 @@ def test_cause(exits, first):
             False,
         ),
         (WorkerExit(0, 1, ("Socket closed", *["later"] * 20)), False),
+        (WorkerExit(0, 1, (TRACEBACK, "tfdist.membership.membership_errors.NoMajorityError: Too few workers")), True),
     ],
 )
 def test_reports_lost_peer(end, reports_lost_peer):

@@ -20,7 +20,7 @@ from tfdist.launch.processes.run_status import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.node_client import join_run
 from tfdist.launch.restart.attempt_outcome import ErrorFile
-from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec, count_computing, describe_jobs
+from tfdist.launch.run_spec import TOKEN_VARIABLE, Role, RunSpec, count_computing, describe_jobs
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 
@@ -37,6 +37,7 @@ def execute(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     command = _worker_command(options)
     environ = {**os.environ, **apply_plan(options)}
+    _check_elastic(options)
     node = read_node_options(options, os.environ)
     _check_no_cluster(os.environ, is_one_host=node is None)
     _check_roles(options)
@@ -89,7 +90,7 @@ def execute(options: argparse.Namespace) -> int:
                 logs,
                 policy=policy,
                 spec=spec,
-                warm_spares=sum(role.runs_script for role in roles.values()) if spec.warm_spares else 0,
+                warm_spares=_spare_count(spec, roles) if spec.warm_spares else 0,
             ).run()
     except OSError as error:
         raise UsageError(
@@ -114,11 +115,11 @@ def _check_roles(options: argparse.Namespace) -> None:
             "fewer stages or columns resumes from the same checkpoints."
         )
     if not servers:
-        if options.worker_restarts is not None:
+        if options.worker_restarts is not None and options.elastic is None:
             raise UsageError(
-                "Only workers beside parameter servers are restarted one by one. Received: --worker-restarts "
-                f"{options.worker_restarts} without --parameter-servers. Expected: both, or neither. To restart all "
-                "workers use --max-restarts."
+                "Only workers beside parameter servers, and those of an elastic run, are restarted one by one. "
+                f"Received: --worker-restarts {options.worker_restarts} without --parameter-servers or --elastic. "
+                "Expected: it with one of them. To restart all workers use --max-restarts."
             )
         return
     if options.min_workers is not None and options.nodes == 1:
@@ -127,6 +128,48 @@ def _check_roles(options: argparse.Namespace) -> None:
             f"run. Received: --min-workers {options.min_workers} --parameter-servers {servers}. Expected: no "
             "--min-workers. Remove it; --worker-restarts limits how often a worker is restarted."
         )
+
+
+def _check_elastic(options: argparse.Namespace) -> None:
+    least = options.elastic
+    if least is None:
+        return
+    if options.parameter_servers or options.chief:
+        other = "--chief" if options.chief else f"--parameter-servers {options.parameter_servers}"
+        reason = (
+            "each worker of a chief holds stages of its model, which are lost with it"
+            if options.chief
+            else "workers beside parameter servers are always restarted alone"
+        )
+        raise UsageError(
+            f"--elastic is for workers that all run the script: {reason}. Received: --elastic {least} {other}. "
+            "Expected: one of them. Remove --elastic, or use MultiWorkerMirroredStrategy without a chief."
+        )
+    if options.min_workers is not None:
+        raise UsageError(
+            "--min-workers does not apply to an elastic run: after a failure of the attempt all workers are started "
+            f"again, and --elastic says how many are enough. Received: --elastic {least} --min-workers "
+            f"{options.min_workers}. Expected: one of them. Remove --min-workers."
+        )
+    if options.nodes > 1:
+        raise UsageError(
+            "--elastic is for one host: the launchers of several hosts do not inform each other yet of a worker that "
+            f"is restarted alone. Received: --elastic {least} --nodes {options.nodes}. Expected: one of them. Let "
+            "Kubernetes or Slurm start every worker and restart single ones, with "
+            "MultiWorkerMirroredStrategy(elastic=True) in the script; or remove --elastic and use --max-restarts."
+        )
+    if least > options.workers:
+        raise UsageError(
+            f"--elastic exceeds --workers. Received: --workers {options.workers} --elastic {least}. Expected: "
+            "--elastic of at most --workers, the least number of workers that train. Correct one of them."
+        )
+
+
+def _spare_count(spec: RunSpec, roles: Mapping[int, Role]) -> int:
+    """Returns how many processes that run the script may have to be started at once."""
+    if spec.elastic is not None and not spec.max_restarts:
+        return spec.workers - spec.elastic
+    return sum(role.runs_script for role in roles.values())
 
 
 def _start_timeout(options: argparse.Namespace, environ: Mapping[str, str]) -> float | None:

@@ -36,6 +36,8 @@ With --max-restarts all workers are then restarted; a script with tfdist.callbac
 newest checkpoint. SIGTERM and SIGUSR1 announce the end of the host: they are passed on, such a script saves and exits
 with 75, and so does this command.
 
+With --elastic MIN the other workers train on after a failure, and the worker that failed is restarted alone.
+
 With --chief one more process, the chief, runs the script, and the N workers run TensorFlow's server for it: they hold
 the stages of its model (ModelParallelStrategy). The run ends when the chief exits; if any process fails, the attempt
 fails.
@@ -91,8 +93,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--worker-restarts",
         type=whole_number(at_least=0, example=3),
         metavar="K",
-        help="with parameter servers: restart each worker at most K times in an attempt; the training continues "
-        "meanwhile, and --max-restarts does not count these restarts (default: no limit)",
+        help="with --elastic or parameter servers: restart each worker at most K times in an attempt; the training "
+        "continues meanwhile, and --max-restarts does not count these restarts (default: no limit)",
+    )
+    parser.add_argument(
+        "--elastic",
+        type=whole_number(at_least=1, example=2),
+        metavar="MIN",
+        help="restart a worker that exits with an error, is killed or is frozen alone, while the others train on; the "
+        "attempt fails when fewer than MIN workers train. For MultiWorkerMirroredStrategy on one host, which is then "
+        "elastic (default: a failure ends the attempt)",
     )
     parser.add_argument(
         "--log-dir",
@@ -134,7 +144,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warm-spares",
         action="store_true",
-        help="keep a process for each worker that has already imported TensorFlow, so that a restart takes less time. "
+        help="keep processes that have already imported TensorFlow, one for each worker that may be restarted at the "
+        "same time, so that a restart takes less time. "
         "It uses the memory of that import, and what the script sets in os.environ before the import has no effect",
     )
     parser.add_argument(

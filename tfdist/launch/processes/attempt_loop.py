@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
+from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor, MembershipChanges
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
 from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
@@ -23,7 +23,7 @@ class AttemptLoop:
     """Runs attempts in one thread, the main thread.
 
     `environments` returns the complete environment of each process of this host, by rank. `warm_spares` is the number
-    of processes to keep for the next attempt. The policy and the logs are closed at the end of the run.
+    of processes to keep for workers that are started again. The policy and the logs are closed at the end of the run.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class AttemptLoop:
         self._spare_count = warm_spares
         self._status = RunStatus(spec.workers)
         self._attempt: WorkerSupervisor | None = None
+        self._membership: MembershipChanges | None = None  # of all attempts; None: no worker has reported any
 
     def run(self) -> int:
         """Runs the workers until the policy ends the run.
@@ -62,6 +63,8 @@ class AttemptLoop:
                 while True:
                     start = self._policy.next_attempt(self._signals)
                     if isinstance(start, int):
+                        if self._membership is not None:
+                            self._console.say(self._membership.describe())
                         return start
                     self._policy.attempt_ended(self._run_attempt(start), self._signals)
         except OutputClosed:
@@ -73,7 +76,7 @@ class AttemptLoop:
             self._reaper.close()
 
     def _run_attempt(self, start: AttemptStart) -> Outcome:
-        roles = start.local_roles
+        roles, is_elastic = start.local_roles, self._spec.elastic is not None
         logs = self._logs.open(roles, attempt=start.attempt)
         monitor = HeartbeatMonitor(
             roles,
@@ -87,7 +90,9 @@ class AttemptLoop:
             self._console,
             logs,
             policy=self._policy,
-            group=WorkerGroup(self._reaper, self._spares, keeps_spares=start.may_restart, spared=self._spared),
+            group=WorkerGroup(
+                self._reaper, self._spares, keeps_spares=start.may_restart or is_elastic, spared=self._spared
+            ),
             signals=self._signals,
             monitor=monitor,
             spec=self._spec,
@@ -98,6 +103,8 @@ class AttemptLoop:
             return self._attempt.run()
         finally:
             self._attempt = None
+            if is_elastic and monitor.membership is not None:
+                self._membership = monitor.membership.plus(self._membership or MembershipChanges())
             with contextlib.suppress(OutputClosed):  # if it was closed before, that exception is already raised
                 self._console.follow(None, now=time.monotonic())
             kill_orphans(spared=self._spared | self._spares.pids)

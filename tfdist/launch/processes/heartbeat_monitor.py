@@ -1,12 +1,14 @@
 """Detects frozen workers and a stalled training by the workers' heartbeats."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.launch.restart.attempt_outcome import fit_suffix
 from tfdist.launch.run_spec import Role
 from tfdist.utils.active_clock import ActiveClock
+from tfdist.utils.argument_checks import is_number
+from tfdist.utils.formatting import counted
 from tfdist.utils.json_messages import json_object
 
 # Heartbeats come every 0.25 s. Gaps up to 1.3 s were measured where a worker held its GIL on a loaded host.
@@ -31,6 +33,7 @@ class _WorkerState:
     stopped_at: float | None = None  # when its process was found stopped
     has_sent_heartbeat: bool = False
     is_exiting: bool = False
+    has_trained: bool = False  # whether its process has made a step, or reported losses and joins
 
     @property
     def last_step(self) -> str:
@@ -41,6 +44,36 @@ class _WorkerState:
     def is_in_silent_phase(self) -> bool:
         """Whether neither steps nor batches are expected of it."""
         return self.phase is not None and self.batch is None
+
+
+@dataclasses.dataclass(frozen=True)
+class MembershipChanges:
+    """Losses and joins of the workers of an elastic training, and what they cost.
+
+    >>> MembershipChanges(1, 1, 2, 0.25).plus(MembershipChanges(1, 0, 1, 0.35)).describe()
+    '2 workers lost, 1 joined; 3 steps computed again, 0.6 s lost'
+    """
+
+    lost: int = 0
+    joined: int = 0
+    repeated_steps: int = 0
+    seconds_lost: float = 0.0
+
+    def plus(self, other: "MembershipChanges") -> "MembershipChanges":
+        """Returns the changes of two attempts together."""
+        return self._combined(other, sum)
+
+    def maximum(self, other: "MembershipChanges") -> "MembershipChanges":
+        """Returns the changes of one attempt that two workers have seen."""
+        return self._combined(other, max)
+
+    def describe(self) -> str:
+        steps = f"{counted(self.repeated_steps, 'step')} computed again"
+        return f"{counted(self.lost, 'worker')} lost, {self.joined} joined; {steps}, {self.seconds_lost:.1f} s lost"
+
+    def _combined(self, other: "MembershipChanges", combine: Callable[[Any], Any]) -> "MembershipChanges":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return MembershipChanges(*map(combine, pairs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +109,8 @@ class HeartbeatMonitor:
         self._clock, self._time = ActiveClock(now=now), 0.0
         self._progress_at: float | None = None  # the last step, batch or checkpoint of any worker
         self._longest_step_seconds: float | None = None  # None: fewer than two steps of any worker
+        self._membership: MembershipChanges | None = None
+        self._former_heartbeat_ranks: set[int] = set()  # of processes that run the script and were replaced
 
     @property
     def is_enabled(self) -> bool:
@@ -84,7 +119,8 @@ class HeartbeatMonitor:
 
     @property
     def heartbeat_ranks(self) -> frozenset[int]:
-        return frozenset(rank for rank, worker in self._workers.items() if worker.has_sent_heartbeat)
+        present = {rank for rank, worker in self._workers.items() if worker.has_sent_heartbeat}
+        return frozenset(present | self._former_heartbeat_ranks)
 
     @property
     def fit(self) -> int:
@@ -112,6 +148,16 @@ class HeartbeatMonitor:
         return next((worker.phase for worker in self._workers.values() if worker.phase is not None), None)
 
     @property
+    def membership(self) -> MembershipChanges | None:
+        """The most losses and joins that any worker of the attempt has seen, or None if none has reported any."""
+        return self._membership
+
+    @property
+    def trained_ranks(self) -> frozenset[int]:
+        """The ranks whose present process has made a step or reported losses and joins."""
+        return frozenset(rank for rank, worker in self._workers.items() if worker.has_trained)
+
+    @property
     def is_training(self) -> bool:
         """Whether a worker has made two steps, or had enough time for them."""
         return self._longest_step_seconds is not None or self._time >= _START_SECONDS
@@ -123,6 +169,8 @@ class HeartbeatMonitor:
 
     def reset(self, rank: int) -> None:
         """Forgets a worker because another process takes its rank."""
+        if self._roles[rank].is_elastic and self._workers[rank].has_sent_heartbeat:
+            self._former_heartbeat_ranks.add(rank)
         self._workers[rank] = _WorkerState()
 
     def receive(self, rank: int, datagram: bytes, *, now: float) -> None:
@@ -133,6 +181,10 @@ class HeartbeatMonitor:
             return
         self._time = self._clock.advance(now)
         worker = self._workers[rank]
+        if isinstance(message.get("membership"), dict):
+            self._record_membership(worker, message["membership"])
+            if len(message) == 1:
+                return
         worker.has_sent_heartbeat = True
         worker.is_exiting = message.get("alive") is False
         worker.heartbeat_at = None if worker.is_exiting else self._time
@@ -176,10 +228,18 @@ class HeartbeatMonitor:
         worker.step = step if type(step) is int else worker.step
         worker.phase = phase if isinstance(phase, str) else None
         worker.batch = batch if type(batch) is int and worker.phase is not None else None
+        worker.has_trained |= before[0] is not None and worker.step not in (None, before[0])
         if (worker.step, worker.batch) != before:
             if worker.stepped_at is not None:
                 self._longest_step_seconds = max(self._longest_step_seconds or 0.0, self._time - worker.stepped_at)
             worker.stepped_at = self._progress_at = self._time
+
+    def _record_membership(self, worker: _WorkerState, totals: Mapping[str, Any]) -> None:
+        names = [field.name for field in dataclasses.fields(MembershipChanges)]
+        if totals.keys() >= set(names) and all(is_number(totals[name], at_least=0) for name in names):
+            worker.has_trained = True
+            changes = MembershipChanges(*(totals[name] for name in names))
+            self._membership = changes if self._membership is None else self._membership.maximum(changes)
 
     def _record_fit(self, worker: _WorkerState, fit: int) -> None:
         if fit > self.fit:
@@ -211,10 +271,12 @@ class HeartbeatMonitor:
     def _stall(self, is_stopped: Mapping[int, bool]) -> str:
         if self._stall_timeout <= 0 or self._progress_at is None or self._longest_step_seconds is None:
             return ""
-        # When one has exited the others may have no step left.
         training = {rank: worker for rank, worker in self._workers.items() if self._roles[rank].runs_script}
-        is_excused = any(worker.is_in_silent_phase or worker.is_exiting for worker in training.values())
-        if is_excused or not training.keys() <= is_stopped.keys():
+        # When one has exited the others may have no step left, unless they train on without it.
+        if any(rank not in is_stopped and not self._roles[rank].is_elastic for rank in training):
+            return ""
+        training = {rank: worker for rank, worker in training.items() if rank in is_stopped}
+        if any(worker.is_in_silent_phase or worker.is_exiting for worker in training.values()):
             return ""
         limit = max(self._stall_timeout, _STALL_FACTOR * self._longest_step_seconds)
         if self._time - self._progress_at < limit:

@@ -1,4 +1,4 @@
-"""Warm spares: processes that have imported TensorFlow and wait to become the workers of the next attempt."""
+"""Warm spares: processes that have imported TensorFlow and wait to become workers that are started again."""
 
 import json
 import signal
@@ -113,6 +113,12 @@ class WarmSpares:
         """Closes the connections to the spares that became workers. Call this when these have exited."""
         while self._used:
             self._used.pop().close()
+
+    def close_connection(self, worker: WorkerProcess) -> None:
+        """Closes the connection to a worker that has exited, if it was a spare."""
+        for spare in [spare for spare in self._used if spare.worker is worker]:
+            self._used.remove(spare)
+            spare.close()
 
     def _discard(self, spare: _WarmSpare) -> None:
         self._failures += 1

@@ -40,6 +40,7 @@ class WorkerGroup:
         former = self.workers.get(rank)
         if former is not None:
             former.close()
+            self._spares.close_connection(former)
             self._former.append(former)
         self.workers[rank] = worker
         self._reaper.watch(worker.pid)

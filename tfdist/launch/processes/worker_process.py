@@ -18,6 +18,7 @@ from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 
 # glibc keeps a pool of freed memory for each thread: much memory, where tensors are as large as those of stages.
 _ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"
+_ELASTIC = "TFDIST_ELASTIC"
 _TOKEN_BYTES = 32
 _MAX_DATAGRAM_BYTES = 65_536
 _MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
@@ -170,6 +171,8 @@ class WorkerEnvironments:
             "TFDIST_ATTEMPT": str(start.attempt),
             "TFDIST_FULL_WORKERS": str(start.full_workers),
         }
+        if self._spec.elastic is not None:
+            common[_ELASTIC] = "1"
         if any(role.is_server and role.task.type == "worker" for role in start.roles.values()):
             common = {_ALLOCATOR_POOLS: "1", **common}
         # TensorFlow reserves the memory of each GPU that it sees, which a worker on this host needs.

@@ -14,10 +14,11 @@ from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
 from tfdist.launch.restart.attempt_outcome import Outcome, has_completed
+from tfdist.launch.restart.elastic_workers import ElasticWorkers
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
 from tfdist.launch.run_spec import Role, RunSpec, count_workers
-from tfdist.utils.formatting import signal_name
+from tfdist.utils.formatting import counted, signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05
 _UNFINISHED_POLL_SECONDS = 0.25
@@ -53,6 +54,10 @@ class WorkerSupervisor:
         self._policy, self._policy_fd = policy, policy.descriptor
         restarted_alone = [rank for rank, role in self._roles.items() if role.is_restarted_alone]
         self._backoff = WorkerBackoff(restarted_alone, limit=spec.worker_restarts)
+        elastic_ranks = [rank for rank, role in self._roles.items() if role.is_elastic]
+        self._elastic, self._least = ElasticWorkers(elastic_ranks, least=spec.elastic or 0), spec.elastic
+        # When workers of an elastic run are killed that reported an exception, and take long to exit, by rank.
+        self._error_deadlines: dict[int, float] = {}
         # The exit after which this host has no worker any more that is restarted alone.
         self._last_restartable: WorkerExit | None = None
         self._group, self._shutdown = group, GroupShutdown(group)
@@ -110,6 +115,8 @@ class WorkerSupervisor:
         self._backoff.record_start(rank, now=time.monotonic())
         worker = self._group.start(rank, self._environments[rank], self._roles[rank])
         self._monitor.reset(rank)
+        self._elastic.record_start(rank, now=time.monotonic())
+        self._error_deadlines.pop(rank, None)
         self._events.add(worker, WorkerOutput(self._roles[rank].label, self._console, self._logs[rank]))
 
     def _step(self) -> None:
@@ -121,6 +128,8 @@ class WorkerSupervisor:
         self._console.show_status(now=time.monotonic())
         self._handle_signals()
         self._poll_policy()
+        self._observe_training()
+        self._end_waiting_workers()
         self._end_if_complete()
         self._restart_due_workers()
         self._end_without_workers()
@@ -132,7 +141,8 @@ class WorkerSupervisor:
     def _poll_seconds(self) -> float | None:
         if any(worker.pidfd is None for worker in self._group.running):
             return _NO_PIDFD_POLL_SECONDS
-        if self._shutdown.has_begun or self._patience_until is not None or not self._group.running:
+        has_deadline = self._patience_until is not None or self._error_deadlines or self._elastic.is_complete
+        if self._shutdown.has_begun or has_deadline or not self._group.running:
             return _SHUTDOWN_POLL_SECONDS
         if self._monitor.is_enabled or self._policy_fd is not None:
             return _HEARTBEAT_POLL_SECONDS
@@ -157,18 +167,23 @@ class WorkerSupervisor:
             if not self._roles[rank].is_restarted_alone:
                 self._console.say(f"{self._roles[rank].name} is frozen: {reason}")
             self._group.workers[rank].send_signal(signal.SIGKILL)  # it would not handle any other
+        for rank, deadline in self._error_deadlines.items():
+            if now >= deadline:
+                self._group.workers[rank].send_signal(signal.SIGKILL)
         frozen = self._outcome.frozen
-        stall = self._outcome.stall = "" if frozen else health.stall
+        # Once a worker has ended with 0, the others may have no step left.
+        stall = self._outcome.stall = "" if frozen or self._elastic.is_complete else health.stall
         if stall:
             self._console.say(stall)
-        needed = {rank: stopped for rank, stopped in is_stopped.items() if not self._roles[rank].is_restarted_alone}
+        needed = {rank: stopped for rank, stopped in is_stopped.items() if self._roles[rank].may_be_the_cause}
         self._suspects_freeze = self._monitor.suspects_freeze(needed)
         is_patient = self._patience_until is None or now < self._patience_until or self._suspects_freeze
+        must_save = bool(self._outcome.too_few) and self._outcome.is_preempted
         if frozen or stall:
             self._fail(stall or "; ".join(f"{name} is frozen" for name in frozen))
         elif not is_patient:
             if not self._policy.report_lost_peer(self._outcome.describe()):
-                self._shutdown.terminate(self._grace_periods.failure)
+                self._shutdown.terminate(self._grace_periods.stop if must_save else self._grace_periods.failure)
         elif self._monitor.is_training:
             self._group.prepare_spare(next(iter(self._environments.values())))
 
@@ -176,10 +191,11 @@ class WorkerSupervisor:
         errors_before = len(self._monitor.errors)
         for datagram in worker.read_heartbeats():
             self._monitor.receive(worker.rank, datagram, now=time.monotonic())
-        if self._roles[worker.rank].is_restarted_alone:
-            return
-        if len(self._monitor.errors) > errors_before and self._patience_until is None:
-            # Its interpreter may take long to exit. Neither it nor the others should wait for that.
+        role, has_error = self._roles[worker.rank], len(self._monitor.errors) > errors_before
+        # Its interpreter may take long to exit. Neither it nor the others should wait for that.
+        if has_error and role.is_elastic:
+            self._error_deadlines[worker.rank] = time.monotonic() + self._grace_periods.patience
+        elif has_error and not role.is_restarted_alone and self._patience_until is None:
             is_lost_peer = reports_lost_peer(" ".join(self._monitor.errors[worker.rank].values()))
             patience = self._grace_periods.patience if is_lost_peer else self._grace_periods.failure
             self._patience_until = time.monotonic() + patience
@@ -192,6 +208,10 @@ class WorkerSupervisor:
         self._read_heartbeats(worker)
         lines, all_signalled = self._events.finish(worker), self._shutdown.all_signalled
         worker_exit = self._outcome.worker_exit(worker, returncode, lines, all_signalled=all_signalled)
+        if self._roles[worker_exit.rank].is_elastic:
+            self._record_elastic_exit(worker, worker_exit)
+            self._end_if_complete()
+            return
         if self._roles[worker_exit.rank].is_restarted_alone and not all_signalled:
             worker.send_signal(signal.SIGKILL)  # to the children that it left behind
             self._record_restartable_exit(worker_exit)
@@ -224,6 +244,74 @@ class WorkerSupervisor:
             self._last_restartable = ended
             self._policy.report_no_worker()
 
+    def _record_elastic_exit(self, worker: WorkerProcess, ended: WorkerExit) -> None:
+        """Decides and says what follows the exit of a worker of an elastic run."""
+        self._error_deadlines.pop(ended.rank, None)
+        self._observe_training()
+        is_complete = not ended.failed and ended.returncode == 0
+        is_unneeded = self._elastic.is_waiting(ended.rank) and not ended.is_preempted and not is_complete
+        if self._shutdown.all_signalled or is_complete:
+            if not is_unneeded:
+                self._outcome.exits.append(ended)
+            if is_complete and not self._shutdown.all_signalled:
+                self._complete_elastic(ended)
+            return
+        worker.send_signal(signal.SIGKILL)  # to the children that it left behind
+        if self._elastic.is_complete and is_unneeded:
+            self._console.say(f"{ended.name} ended: {ended.describe()}; the training has ended without it")
+        elif not self._elastic.may_restart:
+            self._outcome.exits.append(ended)
+            if not self._shutdown.has_begun:
+                self._handle_failure(ended)
+        else:
+            self._record_loss(ended)
+
+    def _complete_elastic(self, ended: WorkerExit) -> None:
+        self._elastic.record_completion(now=time.monotonic())
+        for rank in self._backoff.cancel():
+            self._console.say(f"{self._roles[rank].name} is not restarted: {ended.name} has ended with exit code 0")
+
+    def _record_loss(self, ended: WorkerExit) -> None:
+        """Restarts a worker alone, or ends the attempt if too few are left."""
+        now = time.monotonic()
+        is_enough = self._elastic.record_exit(ended, now=now)
+        if is_enough:
+            follows = self._backoff.record_exit(ended.rank, now=now, has_others=True)
+        else:
+            left = counted(self._elastic.count(now=now), "worker")
+            self._outcome.too_few = f"{left} left of at least {self._least} (--elastic)"
+            follows = f"the attempt ends: {self._outcome.too_few}"
+        if ended.is_preempted:
+            self._console.say(f"{ended.name} left, as it was asked to: {ended.describe()}; {follows}")
+        else:
+            # The launcher signals a single worker that is not frozen only because of an error that it has reported.
+            what = "an error, while it was still shutting down" if ended.was_signalled else ended.describe()
+            self._console.say(f"{ended.name} failed: {what}; {follows}")
+        if is_enough:
+            return
+        self._backoff.cancel()
+        self._outcome.exits += self._elastic.recent_exits
+        cause = root_cause(self._outcome.exits)
+        if cause is None or not (cause.is_preempted or cause.reports_lost_peer):
+            self._fail(self._outcome.too_few)
+        else:
+            # The root cause may still follow, or others that were asked to leave, too, save.
+            self._patience_until = now + self._grace_periods.patience
+
+    def _observe_training(self) -> None:
+        step = self._monitor.step
+        progress = self._monitor.fit, -1 if step is None else step
+        self._elastic.observe(self._monitor.trained_ranks, progress, now=time.monotonic())
+
+    def _end_waiting_workers(self) -> None:
+        """Ends workers that were restarted and have not joined the others before these have ended."""
+        number = self._elastic.signal_to_waiting(self._grace_periods.patience, now=time.monotonic())
+        if number is None:
+            return
+        for worker in self._group.running:
+            if self._elastic.is_waiting(worker.rank) and number not in worker.signals_sent:
+                worker.send_signal(number)
+
     def _end_without_workers(self) -> None:
         """Ends the attempt, once, if no worker that is restarted alone is left on any host."""
         last_exit = self._last_restartable
@@ -246,7 +334,8 @@ class WorkerSupervisor:
                 self._start(rank)
             except OSError as error:
                 reason = f"it could not be started ({error})"
-                self._record_restartable_exit(WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name))
+                ended = WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name)
+                (self._record_loss if self._roles[rank].is_elastic else self._record_restartable_exit)(ended)
 
     def _end_if_complete(self) -> None:
         """Ends the rest when no process runs the script any more: servers, or children that workers left behind."""
@@ -309,6 +398,7 @@ class _OutcomeBuilder:
         self._failure_reasons: dict[int, str] = {}
         self.exits: list[WorkerExit] = []  # in order of time
         self.stall = ""
+        self.too_few = ""
         self.start_failure: tuple[int, OSError] | None = None
         self.stop_signal: int | None = None
 
@@ -323,6 +413,12 @@ class _OutcomeBuilder:
         cause = root_cause(self.exits)
         has_failed_worker = cause is not None and not cause.is_preempted
         return bool(self.stall or self.start_failure or self.frozen) or has_failed_worker
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the only failures so far are preemptions."""
+        cause = root_cause(self.exits)
+        return cause is not None and cause.is_preempted
 
     @property
     def reports_lost_peer(self) -> bool:
@@ -381,6 +477,9 @@ class _OutcomeBuilder:
             seconds=failed_at - self._began,
             stop_signal=self.stop_signal,
             stall=self.stall,
+            too_few=self.too_few,
+            left_out=frozenset(rank for rank, role in self._roles.items() if role.is_elastic)
+            - {worker.rank for worker in self.exits},
             start_failure=self.start_failure,
             heartbeat_ranks=monitor.heartbeat_ranks,
             fit=monitor.fit,

@@ -38,6 +38,8 @@ class Outcome:
     stall: str = ""  # description of the stall, or an empty string
     lost: str = ""  # which host was lost, and why, or an empty string
     start_failure: tuple[int, OSError] | None = None  # the rank that could not be started, and the error, or None
+    too_few: str = ""  # how many workers of an elastic attempt were left, if too few, or an empty string
+    left_out: frozenset[int] = frozenset()  # the ranks that had been lost, and without which the others trained
     heartbeat_ranks: frozenset[int] = frozenset()  # the ranks that sent heartbeats
     fit: int = 1  # number of the last `fit` call of the script, 1 first
     step: int | None = None  # the highest step of any worker in that `fit`, or None
@@ -82,7 +84,7 @@ class Outcome:
         return (
             any(worker.is_preempted for worker in exits)
             and all(worker.is_preempted or worker.returncode == 0 for worker in exits)
-            and len(exits) == expected
+            and len(exits) == expected - len(self.left_out)
             and (self.stop_signal is not None or not others_failed)
         )
 
@@ -96,7 +98,9 @@ class Outcome:
     @property
     def has_failed(self) -> bool:
         """Whether the attempt failed. A signal to this command is not a failure."""
-        return self.stop_signal is None and bool(self.stall or self.lost or self.start_failure or self.root_cause)
+        return self.stop_signal is None and bool(
+            self.stall or self.lost or self.start_failure or self.too_few or self.root_cause
+        )
 
     @property
     def exit_code(self) -> int:
@@ -122,7 +126,9 @@ class Outcome:
         if self.start_failure is not None:
             rank, error = self.start_failure
             return f"{self.task(rank)} could not be started: {error}"
-        return "no failure" if self.root_cause is None else f"{self.root_cause.name}: {self.root_cause.describe()}"
+        if self.root_cause is not None:
+            return f"{self.root_cause.name}: {self.root_cause.describe()}"
+        return self.too_few or "no failure"
 
     def report(self) -> list[str]:
         """Returns lines that describe the failure to the user, the root cause last."""

@@ -1,4 +1,4 @@
-"""Decides what follows a failure: the end of the run, another attempt, or one worker again beside parameter servers."""
+"""Decides what follows a failure: the end of the run, another attempt, or one worker again while the others train."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ MAX_DELAY_SECONDS = 30.0
 _SILENT_SECONDS = 60.0
 _MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 # A worker that ran for this long did not exit because of how it was started: the delay starts over.
-_LONG_LIFE_SECONDS = 60.0
+LONG_LIFE_SECONDS = 60.0
 # Failures before the first step that may pass: a lost race for a port, a peer that did not start.
 _TRANSIENT = re.compile(
     r"The (?:cluster was|workers were) not complete|"
@@ -183,12 +183,19 @@ class WorkerBackoff:
             return self.none_left if is_end else f"not restarted (--worker-restarts {self._limit})"
         if worker.restarts_left is not None:
             worker.restarts_left -= 1
-        is_young = now - worker.started_at < _LONG_LIFE_SECONDS
+        is_young = now - worker.started_at < LONG_LIFE_SECONDS
         worker.delay = min(2 * worker.delay, MAX_DELAY_SECONDS) if worker.delay and is_young else FIRST_DELAY_SECONDS
         worker.due_at = now + worker.delay
         is_last = not has_others and all(state.has_exited for state in self._workers.values())
         meanwhile = "training waits for it" if is_last else "training continues without it"
         return f"{meanwhile}; restart in {worker.delay:g} s"
+
+    def cancel(self) -> list[int]:
+        """Restarts nobody any more; returns the workers that were to be restarted."""
+        pending = [rank for rank, worker in self._workers.items() if worker.due_at is not None]
+        for rank in pending:
+            self._workers[rank].due_at = None
+        return pending
 
     def due(self, *, now: float) -> list[int]:
         return [rank for rank, worker in self._workers.items() if worker.due_at is not None and now >= worker.due_at]

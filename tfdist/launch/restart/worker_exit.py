@@ -11,7 +11,7 @@ from tfdist.utils.formatting import signal_name
 _SHOWN_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 _LOST_PEER = re.compile(
-    r"WorkerLostError|Worker \d+ is lost|"
+    r"WorkerLostError|Worker \d+ is lost|ExcludedWorkerError|NoMajorityError|"
     r"UnavailableError|Connection reset by peer|Error received from peer|Socket closed|failed to connect to all "
     r"addresses|heartbeat timeout|CoordinationServiceError|Failed to send RPC to coordination service|coordination "
     r"service encountered an error|Coordination agent is set to error"

@@ -1,0 +1,105 @@
+"""Which workers of an elastic attempt train, and of which losses it may have failed."""
+
+import signal
+
+from tfdist.launch.restart.elastic_workers import ElasticWorkers
+from tfdist.launch.restart.worker_exit import WorkerExit
+
+
+def started(*, workers=3, least=1):
+    elastic = ElasticWorkers(range(workers), least=least)
+    for rank in range(workers):
+        elastic.record_start(rank, now=0.0)
+    return elastic
+
+
+def test_replacement_trains_from_its_first_step_on():
+    elastic = started()
+    assert elastic.count(now=1.0) == 3
+    assert elastic.record_exit(WorkerExit(1, -9), now=1.0)
+    assert elastic.count(now=1.0) == 2
+    elastic.record_start(1, now=2.0)
+    assert elastic.count(now=50.0) == 2 and elastic.is_waiting(1)
+    elastic.observe({0, 1, 2}, (1, 8), now=50.0)
+    assert elastic.count(now=50.0) == 3 and not elastic.is_waiting(1)
+
+
+def test_replacement_that_reports_no_steps_trains_after_a_minute():
+    elastic = started()
+    elastic.record_exit(WorkerExit(1, -9), now=1.0)
+    elastic.record_start(1, now=2.0)
+    assert [elastic.count(now=now) for now in (61.9, 62.0)] == [2, 3]
+
+
+def test_all_fail_one_after_the_other_though_the_first_are_started_again():
+    elastic = started()
+    exits = [WorkerExit(rank, 5) for rank in range(3)]
+    assert elastic.record_exit(exits[0], now=1.0)
+    elastic.record_start(0, now=2.0)
+    assert elastic.record_exit(exits[1], now=3.0)
+    elastic.record_start(1, now=4.0)
+    assert elastic.record_exit(WorkerExit(0, 9), now=5.0), "of a process that had not joined"
+    assert not elastic.record_exit(exits[2], now=6.0)
+    assert elastic.recent_exits == exits
+    assert not elastic.may_restart
+
+
+def test_loss_after_which_the_others_made_a_step_is_not_the_cause():
+    elastic = started()
+    elastic.record_exit(WorkerExit(0, 5), now=10.0)
+    elastic.observe({1, 2}, (1, 8), now=10.5)  # a heartbeat that was sent before
+    elastic.observe({1, 2}, (1, 9), now=11.0)
+    elastic.observe({1, 2}, (1, 9), now=12.0)
+    assert elastic.recent_exits == [WorkerExit(0, 5)]
+    elastic.observe({1, 2}, (1, 10), now=13.0)
+    assert elastic.recent_exits == []
+    elastic.record_exit(WorkerExit(2, 6), now=14.0)
+    assert elastic.recent_exits == [WorkerExit(2, 6)]
+
+
+def test_first_step_of_a_later_fit_is_progress():
+    elastic = started()
+    elastic.record_exit(WorkerExit(0, 5), now=10.0)
+    elastic.observe({1, 2}, (1, 900), now=11.0)
+    elastic.observe({1, 2}, (2, 0), now=12.0)
+    assert elastic.recent_exits == []
+
+
+def test_too_few_are_left():
+    elastic = started(workers=2, least=2)
+    assert not elastic.record_exit(WorkerExit(0, 5), now=10.0)
+
+
+def test_process_that_cannot_be_started_is_not_the_cause():
+    elastic = started()
+    elastic.record_exit(WorkerExit(0, 5), now=10.0)
+    assert elastic.record_exit(WorkerExit(0, 1, failure_reason="it could not be started"), now=11.0)
+    assert elastic.recent_exits == [WorkerExit(0, 5)]
+
+
+def test_worker_that_could_not_join_is_not_the_cause():
+    elastic = started()
+    elastic.record_exit(WorkerExit(0, -9), now=10.0)
+    elastic.record_start(0, now=11.0)
+    for now, step in ((11.0, 8), (12.0, 9)):
+        elastic.observe({1, 2}, (1, step), now=now)
+    assert elastic.record_exit(WorkerExit(0, 1, ("JoinError",)), now=13.0)
+    elastic.record_exit(WorkerExit(1, 5), now=13.5)
+    assert elastic.recent_exits == [WorkerExit(1, 5)]
+
+
+def test_waiting_workers_are_ended_after_the_grace():
+    elastic = started()
+    assert elastic.signal_to_waiting(5.0, now=10.0) is None
+    elastic.record_completion(now=10.0)
+    elastic.record_completion(now=14.0)
+    signals = [elastic.signal_to_waiting(5.0, now=now) for now in (14.9, 15.0, 19.9, 20.0)]
+    assert signals == [None, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
+    assert not elastic.may_restart
+
+
+def test_attempt_without_elastic_workers():
+    elastic = ElasticWorkers([], least=0)
+    elastic.record_start(0, now=1.0)
+    elastic.observe({0}, (1, 1), now=2.0)
+    assert elastic.may_restart and elastic.signal_to_waiting(5.0, now=9.0) is None
