@@ -45,6 +45,13 @@ class ElasticTraining:
     """
 
     def __init__(self, strategy: Any, boundary: Any) -> None:
+        counts = strategy.replicas_of_workers
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "Elastic workers have equally many devices: each may take the state of each other one. Received: "
+                f"{list(counts)} devices, by rank. Expected: equal numbers. Set the logical or visible devices of all "
+                "workers alike."
+            )
         self._strategy, self._fits = strategy, 0
         self._group = exchange_start.elastic_group()
         self.metric_totals = MetricTotals()
@@ -58,6 +65,11 @@ class ElasticTraining:
     def starts_late(self) -> bool:
         """Whether this worker has started while the others train, and does not train with them yet."""
         return self._transactions.is_alone
+
+    @property
+    def living_ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that train; none while this one does not train with them."""
+        return tuple(self._group.membership.ranks(self._group.membership.view))
 
     def check_runs_in_step(self) -> None:
         """Refuses replicas outside of the steps of Keras: of a custom loop.

@@ -211,6 +211,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return self.extended.rank
 
     @property
+    def living_ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that train at the moment.
+
+        With `elastic` those that were lost are missing; there are none while this worker has not joined the others.
+        """
+        return tuple(range(self.num_workers)) if self._elastic is None else self._elastic.living_ranks
+
+    @property
     def replicas_of_workers(self) -> tuple[int, ...]:
         """The number of replicas of each worker, by rank: of its logical devices."""
         return self.extended.replicas_of_workers

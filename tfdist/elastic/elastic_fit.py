@@ -76,6 +76,7 @@ class ElasticFit(LastCallback):
         if self._heartbeat is not None:
             self._heartbeat.start()
             self._heartbeat.ready()
+            self._heartbeat.step(self._progress.step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)
