@@ -81,7 +81,8 @@ class ElasticTraining:
             raise ValueError(
                 "An elastic strategy runs the steps of `fit`, `evaluate` and `predict`: it takes back what a step has "
                 "written when a worker is lost. Received: `strategy.run` in a loop of the program. Expected: "
-                "`model.fit`, with a `train_step` of the model's own if it must be another one, or a strategy without `elastic`."
+                "`model.fit`, with a `train_step` of the model's own if it must be another one, or a strategy without "
+                "`elastic`."
             )
 
     def fit_callbacks(self) -> list[Any]:

@@ -53,7 +53,8 @@ def main(folder):
         own = folder / name
         own.mkdir(exist_ok=True)
         results = fit(strategy, own, lambda model, name=name: [Faults(name, model)])
-        np.savez(folder / f"{name}-{strategy.rank}.npz", living=strategy.living_ranks, **results)
+        if strategy.living_ranks:  # one that is started again computes earlier trainings by itself
+            np.savez(folder / f"{name}-{strategy.rank}.npz", **results)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,9 @@ def redistribute(
     share: dict[str, dict[str, tf.Tensor]] = {}
     first = saved[min(saved)]
     for path, entries in first.items():
-        share[path] = {name: tf.zeros_like(value) if name in SUMMED_ENTRIES else value for name, value in entries.items()}
+        share[path] = {
+            name: tf.zeros_like(value) if name in SUMMED_ENTRIES else value for name, value in entries.items()
+        }
     for old, state in saved.items():
         for path, entries in state.items():
             for name, value in entries.items():

@@ -14,7 +14,7 @@ from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
 from tfdist.elastic.received_state import ReceivedState, encode_state
-from tfdist.elastic.step_transactions import StepTransactions
+from tfdist.elastic.step_transactions import Changes, StepTransactions
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.saved_files import continue_files
@@ -58,7 +58,7 @@ class ElasticFit(LastCallback):
         self._heartbeat: Heartbeat | None = None
         self._is_first = False  # whether this worker has the lowest rank of those that train
         self._received: tuple[StateReceiver, ReceivedState] | None = None
-        self._reported = (0, 0, 0) if group.membership.is_member else None
+        self._reported = Changes() if group.membership.is_member else None
         self._is_asked_to_leave = threading.Event()
         self._earlier_handler: Any = None
 
@@ -85,7 +85,7 @@ class ElasticFit(LastCallback):
             self._received = None
             # Other callbacks and Keras have now reset metrics and moved schedules, as the others had at this place.
             self._load(received)
-            self._transactions.replay(receiver)
+            self._transactions.replay(receiver, Changes(**received.metadata["changes"]))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_batch(last_step(self.model, batch)), logs
@@ -113,16 +113,17 @@ class ElasticFit(LastCallback):
 
     def _report(self) -> None:
         """Reports progress to the supervisor, and changes of the workers once this one is one of them."""
-        heartbeat, changes = self._heartbeat, self._transactions
+        heartbeat, changes = self._heartbeat, self._transactions.changes
         if heartbeat is None:
             return
         heartbeat.step(self._progress.step)
-        totals = (changes.lost_workers, changes.joined_workers, changes.repeated_steps)
-        if self._group.membership.is_member and totals != self._reported:
-            self._reported = totals
-            lost, joined, repeated = totals
+        if self._group.membership.is_member and changes != self._reported:
+            self._reported = changes
             heartbeat.membership(
-                lost=lost, joined=joined, repeated_steps=repeated, seconds_lost=round(changes.lost_seconds, 3)
+                lost=changes.lost,
+                joined=changes.joined,
+                repeated_steps=changes.repeated_steps,
+                seconds_lost=round(changes.seconds, 3),
             )
 
     def _join(self) -> None:
@@ -159,7 +160,11 @@ class ElasticFit(LastCallback):
                 self._group.donor.keep(request)
             else:
                 snapshot = self._training_state().snapshot({}, is_chief=True)
-                metadata = {"progress": asdict(self._progress), "position": position.to_json()}
+                metadata = {
+                    "progress": asdict(self._progress),
+                    "position": position.to_json(),
+                    "changes": asdict(self._transactions.changes),
+                }
                 step = self._group.membership.committed_steps
                 parts = encode_state(snapshot, metadata)
                 self._group.donor.send(request, step, functools.partial(list, parts))

@@ -4,6 +4,7 @@ A worker that joins repeats the steps of the others with their sums in place of 
 until it is one of them.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
-from tfdist.membership.decisions import View
+from tfdist.membership.decisions import NO_VIEW, View
 from tfdist.membership.elastic_group import ElasticGroup
 from tfdist.membership.membership_errors import JoinError
 from tfdist.membership.state_transfer import StateReceiver
@@ -50,6 +51,30 @@ class WrittenVariables:
 NOTHING = WrittenVariables(tuple)
 
 
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What losses and joins of workers have cost.
+
+    Attributes:
+        lost: How many workers were lost.
+        joined: How many have joined.
+        repeated_steps: How many steps were computed again.
+        seconds: How long was computed what did not count, and workers connected with each other.
+
+    >>> Changes(lost=1).plus(joined=1, seconds=0.5)
+    Changes(lost=1, joined=1, repeated_steps=0, seconds=0.5)
+    """
+
+    lost: int = 0
+    joined: int = 0
+    repeated_steps: int = 0
+    seconds: float = 0.0
+
+    def plus(self, **more: float) -> "Changes":
+        """Returns it with more of what is named."""
+        return dataclasses.replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+
+
 class StepTransactions:
     """Runs steps, and again those during which a worker is lost, on the same data with the workers that are left.
 
@@ -60,10 +85,7 @@ class StepTransactions:
             `WorkerLostError` if one of them is lost meanwhile.
 
     Attributes:
-        lost_workers: How many workers have been lost while this one trained.
-        joined_workers: How many have joined.
-        repeated_steps: How many steps were computed again.
-        lost_seconds: How long this worker has computed what did not count, and agreed on changes.
+        changes: What losses and joins have cost since the training began, as far as this worker knows.
     """
 
     def __init__(
@@ -76,8 +98,7 @@ class StepTransactions:
         self._view = group.membership.view
         self._receiver: StateReceiver | None = None
         self._is_running = False
-        self.lost_workers = self.joined_workers = self.repeated_steps = 0
-        self.lost_seconds = 0.0
+        self.changes = Changes()
 
     @property
     def is_running(self) -> bool:
@@ -89,10 +110,13 @@ class StepTransactions:
         """Whether this worker computes everything by itself: it has started while the others train."""
         return self._receiver is None and not self._group.membership.is_member
 
-    def replay(self, receiver: StateReceiver) -> None:
-        """Repeats the others' steps from now on. This worker has the state that it has received."""
+    def replay(self, receiver: StateReceiver, changes: Changes) -> None:
+        """Repeats the others' steps from now on. This worker has the state that it has received.
+
+        The donor has counted `changes`.
+        """
         assert receiver.state is not None
-        self._receiver = receiver
+        self._receiver, self.changes = receiver, changes
         self._group.membership.has_replayed(receiver.state[0], is_ready=False)
 
     def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
@@ -132,8 +156,7 @@ class StepTransactions:
                     return result
                 written.take_back(before)
             self._group.log.take()
-            self.repeated_steps += 1
-            self.lost_seconds += time.monotonic() - began
+            self.changes = self.changes.plus(repeated_steps=1, seconds=time.monotonic() - began)
 
     def _attempt(self, step: Callable[[], _Result]) -> _Result:
         with setting_attributes(self, _is_running=True):
@@ -180,7 +203,8 @@ class StepTransactions:
             except WorkerLostError as error:
                 self._group.membership.report_failure(view, error.rank)
                 continue
-            self.lost_workers += len(set(self._view.members) - set(view.members))
-            self.joined_workers += len(set(view.members) - set(self._view.members)) if self._view.members else 0
-            self.lost_seconds += time.monotonic() - began
+            before, now = set(self._view.members or view.members), set(view.members)
+            joined = len(now - before) + (self._view == NO_VIEW)
+            seconds = time.monotonic() - began
+            self.changes = self.changes.plus(lost=len(before - now), joined=joined, seconds=seconds)
             self._view = view
