@@ -1,13 +1,14 @@
 """What `MultiWorkerMirroredStrategy(elastic=True)` does in `fit`, `evaluate` and `predict`."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.elastic.elastic_fit import ElasticFit
-from tfdist.elastic.step_transactions import NOTHING, StepTransactions, WrittenVariables
+from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
 from tfdist.keras_internals.model_state import OptimizerState, components, model_variables, optimizers_of
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.strategies import exchange_start
@@ -41,10 +42,12 @@ class ElasticTraining:
 
     Args:
         strategy: It divides rows by its `row_shares`, and keeps `metric_totals`.
-        boundary: Between graphs and the exchange with other workers.
+
+    Raises:
+        ValueError: The workers have different numbers of devices.
     """
 
-    def __init__(self, strategy: Any, boundary: Any) -> None:
+    def __init__(self, strategy: Any) -> None:
         counts = strategy.replicas_of_workers
         if len(set(counts)) > 1:
             raise ValueError(
@@ -52,14 +55,13 @@ class ElasticTraining:
                 f"{list(counts)} devices, by rank. Expected: equal numbers. Set the logical or visible devices of all "
                 "workers alike."
             )
-        self._strategy, self._fits = strategy, 0
-        self._group = exchange_start.elastic_group()
+        self._row_shares, self._strategy = strategy.row_shares, weakref.ref(strategy)
+        self._transactions = exchange_start.step_transactions()
+        self._group = self._transactions.group
         self.metric_totals = MetricTotals()
-        self._transactions = StepTransactions(self._group, lambda: boundary.exchange.failure, self._connect)
-        boundary.run_alone = self._transactions.run_alone
         patch_epoch_iterator()
-        if self.starts_late:
-            strategy.row_shares.give_rows_to([strategy.rank])
+        self._row_shares.give_rows_to([self._group.rank] if self.starts_late else self.living_ranks)
+        self._transactions.tell(self._follow)
 
     @property
     def starts_late(self) -> bool:
@@ -87,8 +89,7 @@ class ElasticTraining:
 
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
-        self._fits += 1
-        return [ElasticFit(self._group, self._transactions, self._fits - 1, self._take_no_rows)]
+        return [ElasticFit(self._transactions, self._take_no_rows)]
 
     def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns the function of Keras that runs steps of the model, each of which counts on all workers or on none.
@@ -118,15 +119,14 @@ class ElasticTraining:
     def _run(self, function: Callable[[Any], Any], batch: Any, written: WrittenVariables) -> Any:
         return self._transactions.run(lambda: function(iter([batch])), written)
 
-    def _connect(self, view: Any) -> None:
-        exchange_start.connect(view)
-        ranks = self._group.membership.ranks(view)
-        self._strategy.row_shares.give_rows_to(ranks)
+    def _follow(self, ranks: Sequence[int]) -> None:
+        """Other workers train than before."""
+        self._row_shares.give_rows_to(ranks)
         self.metric_totals.divide(is_first=self._group.rank == ranks[0])
 
     def _take_no_rows(self) -> None:
         others = [rank for rank in range(len(self._group.addresses)) if rank != self._group.rank]
-        self._strategy.row_shares.give_rows_to(others)
+        self._row_shares.give_rows_to(others)
         self.metric_totals.divide(is_first=False)
 
     def _variables_of(self, model: Any) -> list[Any]:
@@ -134,7 +134,7 @@ class ElasticTraining:
         found += model.metrics_variables
         for optimizer in optimizers_of(model):
             found += OptimizerState(optimizer).variables
-        strategy = self._strategy
+        strategy: Any = self._strategy()
         return [one for variable in found for one in components(strategy, variable)] + [
             strategy.row_shares.state,
             *self.metric_totals.variables,

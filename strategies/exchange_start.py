@@ -14,7 +14,8 @@ from tfdist import cluster as cluster_module
 from tfdist.cluster.wait_for_peers import check_names
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.collectives.key_values import key_values
-from tfdist.exchange.exchange_errors import WorkerLostError
+from tfdist.elastic.step_transactions import StepTransactions
+from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
 from tfdist.exchange.group_listener import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.membership.decisions import View
@@ -30,6 +31,7 @@ _log = logging.getLogger("tfdist")
 
 _boundary: ExchangeBoundary | None = None
 _group: ElasticGroup | None = None
+_transactions: StepTransactions | None = None
 
 
 def workers_boundary(
@@ -52,7 +54,7 @@ def workers_boundary(
         ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.
         TimeoutError, OSError, TransportError: See `Exchange`.
     """
-    global _boundary, _group
+    global _boundary, _group, _transactions
     tasks = [(job, index) for job in ("chief", "worker") for index in range(len(spec.get(job, ())))]
     if len(tasks) < 2:
         return None
@@ -96,8 +98,11 @@ def workers_boundary(
                 **options,
             )
         _boundary = ExchangeBoundary(exchange)
+        if _group is not None:
+            _transactions = StepTransactions(_group, _failure, _connect)
+            _boundary.run_alone = _transactions.run_alone
         key_values.use(exchange.control)
-        watch_exchange(lambda: None if _boundary is None else _boundary.exchange.failure)
+        watch_exchange(_failure if _group is None else lambda: None)  # steps of an elastic training survive it
         atexit.register(_close_in_process, os.getpid())
     elif (_boundary.exchange.rank, _boundary.exchange.addresses) != (rank, addresses):
         raise ValueError(
@@ -109,13 +114,13 @@ def workers_boundary(
     return _boundary
 
 
-def elastic_group() -> ElasticGroup:
-    """Returns the group of this process in an elastic training."""
-    assert _group is not None
-    return _group
+def step_transactions() -> StepTransactions:
+    """Returns what runs the steps of this process in an elastic training."""
+    assert _transactions is not None
+    return _transactions
 
 
-def connect(view: View) -> None:
+def _connect(view: View) -> None:
     """Exchanges with the members of another view from now on.
 
     Raises:
@@ -154,9 +159,13 @@ def encryption_of(environ: Mapping[str, str]) -> Encryption | None:
     return Encryption(*paths)
 
 
+def _failure() -> ExchangeError | None:
+    return None if _boundary is None else _boundary.exchange.failure
+
+
 def raise_failed_exchange(error: BaseException) -> None:
     """Raises the `ExchangeError` that an error of TensorFlow reports, if it reports one."""
-    failure = None if _boundary is None else _boundary.exchange.failure
+    failure = _failure()
     if failure is not None and isinstance(error, tf.errors.OpError):
         raise failure from None
 

@@ -170,7 +170,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         is_elastic = elastic and self.num_workers > 1
         self.row_shares = self._shares_of(balancing, shares, is_elastic=is_elastic)
         if is_elastic:
-            self._elastic = ElasticTraining(self, boundary)
+            self._elastic = ElasticTraining(self)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
             self.local_updates = LocalUpdates(self, local_mode, _samples_of_step)

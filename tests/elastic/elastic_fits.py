@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 _STEPS, _BATCH = 80, 24
 
@@ -12,18 +13,57 @@ def _data(seed):
     return x, np.tanh(x @ generator.normal(size=(12, 2))).astype(np.float32)
 
 
-def _fit(strategy, folder, callbacks, optimizer, layers, **options):
+class _Batches(keras.utils.PyDataset):
+    """The same rows by a class of Python's, in the same order, read by threads."""
+
+    def __init__(self, x, y):
+        super().__init__(workers=2)
+        self._x, self._y = x, y
+
+    def __len__(self):
+        return -(-len(self._x) // _BATCH)
+
+    def __getitem__(self, index):
+        rows = slice(index * _BATCH, (index + 1) * _BATCH)
+        return self._x[rows], self._y[rows]
+
+
+class _OwnStep(keras.Sequential):
+    """A model with a training step and a metric of its own."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.largest = keras.metrics.Mean(name="mean_loss")
+
+    def train_step(self, data):
+        """Trains on a batch."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.largest.update_state(loss)
+        return {"mean_loss": self.largest.result()}
+
+    def test_step(self, data):
+        """Evaluates a batch."""
+        x, y = data
+        self.largest.update_state(self.compute_loss(x, y, self(x, training=False)))
+        return {"mean_loss": self.largest.result()}
+
+
+def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequential, data=None, **options):
     keras.utils.set_random_seed(3)
     x, y = _data(5)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((12,)), *layers(), keras.layers.Dense(2)])
+        model = kind([keras.Input((12,)), *layers(), keras.layers.Dense(2)])
         model.compile(optimizer(), "mse", metrics=["mae"], **options)
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=0, min_delta=10.0)
+    monitor = "val_mean_loss" if kind is _OwnStep else "val_loss"
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor=monitor, factor=0.5, patience=0, min_delta=10.0)
+    arguments = {"x": x, "y": y, "batch_size": _BATCH} if data is None else {"x": data(x, y)}
     log = keras.callbacks.CSVLogger(str(folder / "log.csv"))
     history = model.fit(
-        x,
-        y,
-        batch_size=_BATCH,
+        **arguments,
         epochs=3,
         verbose=0,
         validation_data=(x[:50], y[:50]),
@@ -63,3 +103,40 @@ def one_leaves(strategy, folder, callbacks):
 
 
 FITS = {fit.__name__: fit for fit in (chief_is_lost, two_are_lost, one_leaves)}
+
+
+def _momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def _dense():
+    return [keras.layers.Dense(16, "tanh")]
+
+
+def compiled(strategy, folder, callbacks):
+    """Compiled by XLA."""
+    return _fit(strategy, folder, callbacks, _momentum, _dense, jit_compile=True)
+
+
+def eager(strategy, folder, callbacks):
+    """Step by step in Python."""
+    return _fit(strategy, folder, callbacks, _momentum, _dense, run_eagerly=True)
+
+
+def from_python(strategy, folder, callbacks):
+    """Batches of a `PyDataset`, with shuffled order."""
+    return _fit(strategy, folder, callbacks, _momentum, _dense, data=_Batches)
+
+
+def own_step(strategy, folder, callbacks):
+    """A training step of the model's own."""
+    return _fit(strategy, folder, callbacks, _momentum, _dense, kind=_OwnStep)
+
+
+def compressed(strategy, folder, callbacks):
+    """Gradients that are compressed with error feedback: equal on all workers, and not those of one process."""
+    return _fit(strategy, folder, callbacks, _momentum, lambda: [keras.layers.Dense(64, "tanh")])
+
+
+MORE_FITS = {fit.__name__: fit for fit in (compiled, eager, from_python, own_step, compressed)}
+STRATEGY_OPTIONS = {"compressed": {"compression": {"dense/kernel": "powersgd:2", ".*": "topk:0.2"}}}

@@ -1,8 +1,9 @@
 """The program of the workers in `test_elastic_on_workers.py`: trainings during which workers are lost and join again.
 
-python on_workers_elastic_fits.py FOLDER
+python on_workers_elastic_fits.py FOLDER [more]     `more`: other trainings, on two devices a worker
 """
 
+import functools
 import os
 import signal
 import sys
@@ -14,30 +15,39 @@ FAULTS = {
     "chief_is_lost": [(0, 100, signal.SIGKILL)],
     "two_are_lost": [(1, 60, signal.SIGKILL), (2, 60, signal.SIGKILL)],
     "one_leaves": [(1, 90, signal.SIGTERM)],
+    "compiled": [(0, 60, signal.SIGKILL)],
+    "eager": [(1, 60, signal.SIGKILL)],
+    "from_python": [(2, 60, signal.SIGKILL)],
+    "own_step": [(0, 60, signal.SIGKILL)],
+    "compressed": [(1, 60, signal.SIGKILL)],
 }
 _LONGEST_WAIT_SECONDS = 120.0
 
 
-def main(folder):
+def main(folder, *mode):
     """Trains, is lost, and writes what it has computed."""
     import elastic_fits
     import keras
     import numpy as np
+    import tensorflow as tf
 
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
-    strategy = MultiWorkerMirroredStrategy()
+    if mode:
+        devices = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
 
     class Faults(keras.callbacks.Callback):
         """Loses this worker once, and makes steps slow until all that were lost have joined."""
 
-        def __init__(self, name, model):
+        def __init__(self, name, strategy, model):
             super().__init__()
-            self._name, self._trained = name, model
+            self._name, self._strategy, self._trained = name, strategy, model
             self._waits_until = time.monotonic() + _LONGEST_WAIT_SECONDS
 
         def on_train_batch_end(self, batch, logs=None):
             step = int(self._trained.optimizer.iterations.numpy())
+            strategy = self._strategy
             living = strategy.living_ranks
             is_complete = len(living) == strategy.num_workers
             for rank, at, number in FAULTS[self._name]:
@@ -48,14 +58,16 @@ def main(folder):
             if living and not is_complete and time.monotonic() < self._waits_until:
                 time.sleep(0.25 * self._trained.steps_per_execution)
 
-    for name, fit in elastic_fits.FITS.items():
+    for name, fit in (elastic_fits.MORE_FITS if mode else elastic_fits.FITS).items():
         print(f"training: {name}", flush=True)
         own = folder / name
         own.mkdir(exist_ok=True)
-        results = fit(strategy, own, lambda model, name=name: [Faults(name, model)])
+        strategy = MultiWorkerMirroredStrategy(**elastic_fits.STRATEGY_OPTIONS.get(name, {}))
+        faults = functools.partial(Faults, name, strategy)
+        results = fit(strategy, own, lambda model, faults=faults: [faults(model)])
         if strategy.living_ranks:  # one that is started again computes earlier trainings by itself
             np.savez(folder / f"{name}-{strategy.rank}.npz", **results)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -6,7 +6,7 @@ from pathlib import Path
 import elastic_fits
 import numpy as np
 import pytest
-from launched_runs import launch_once
+from launched_runs import launch, launch_once
 
 from tfdist.strategies import MirroredStrategy
 
@@ -57,6 +57,21 @@ def test_workers_end_with_the_same_bits(elastic_run, name):
     for rank in (1, 2):
         for key, values in elastic_run.arrays(f"{name}-{rank}.npz").items():
             np.testing.assert_array_equal(values, first[key], f"{key}, {rank}")
+
+
+@pytest.mark.long
+def test_more_trainings_on_two_devices_a_worker(tmp_path, tmp_path_factory):
+    run = launch(tmp_path, _SCRIPT, "more", options=["--workers", "3", "--elastic", "1"]).assert_complete()
+    for name, fit in elastic_fits.MORE_FITS.items():
+        results = [run.arrays(path.name) for path in sorted(tmp_path.glob(f"{name}-*.npz"))]
+        assert len(results) >= 2  # one that is lost later computes this training again by itself
+        for key, values in results[0].items():
+            for others in results[1:]:
+                np.testing.assert_array_equal(others[key], values, f"{name}, {key}")
+        if name in elastic_fits.STRATEGY_OPTIONS:
+            continue
+        for key, values in fit(MirroredStrategy(["CPU:0"]), tmp_path_factory.mktemp(name), lambda model: []).items():
+            np.testing.assert_allclose(results[0][key], values, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {key}")
 
 
 def test_the_file_of_a_callback_is_continued_when_its_worker_is_lost(elastic_run, one_process):

@@ -18,7 +18,6 @@ from tfdist.elastic.step_transactions import Changes, StepTransactions
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.saved_files import continue_files
-from tfdist.membership.elastic_group import ElasticGroup
 from tfdist.membership.state_transfer import StateReceiver
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
@@ -44,17 +43,15 @@ class ElasticFit(LastCallback):
     """The callback that each `fit` of an elastic strategy has.
 
     Args:
-        group: The workers.
         transactions: Runs the steps.
-        number: The number of this `fit` in the program, from 0.
         take_no_rows: Called on a worker that has the state of another one: it computes no rows, and has counted none.
     """
 
-    def __init__(
-        self, group: ElasticGroup, transactions: StepTransactions, number: int, take_no_rows: Callable[[], None]
-    ) -> None:
+    def __init__(self, transactions: StepTransactions, take_no_rows: Callable[[], None]) -> None:
         super().__init__()
-        self._group, self._transactions, self._number, self._take_no_rows = group, transactions, number, take_no_rows
+        group = self._group = transactions.group
+        self._transactions, self._take_no_rows = transactions, take_no_rows
+        self._number, transactions.fits = transactions.fits, transactions.fits + 1
         self._heartbeat: Heartbeat | None = None
         self._is_first = False  # whether this worker has the lowest rank of those that train
         self._received: tuple[StateReceiver, ReceivedState] | None = None
@@ -114,10 +111,10 @@ class ElasticFit(LastCallback):
     def _report(self) -> None:
         """Reports progress to the supervisor, and changes of the workers once this one is one of them."""
         heartbeat, changes = self._heartbeat, self._transactions.changes
-        if heartbeat is None:
+        if heartbeat is None or not self._group.membership.is_member:
             return
         heartbeat.step(self._progress.step)
-        if self._group.membership.is_member and changes != self._reported:
+        if changes != self._reported:
             self._reported = changes
             heartbeat.membership(
                 lost=changes.lost,

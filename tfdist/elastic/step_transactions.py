@@ -6,6 +6,7 @@ until it is one of them.
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -81,10 +82,12 @@ class StepTransactions:
     Args:
         group: The workers.
         failure: Returns the error that ended the present exchange with the other workers, if there is one.
-        connect: Connects this worker with the members of a view, and gives them their rows. It may raise a
-            `WorkerLostError` if one of them is lost meanwhile.
+        connect: Connects this worker with the members of a view. It may raise a `WorkerLostError` if one of them is
+            lost meanwhile.
 
     Attributes:
+        group: The workers.
+        fits: How many calls of `fit` have begun in this process.
         changes: What losses and joins have cost since the training began, as far as this worker knows.
     """
 
@@ -94,11 +97,17 @@ class StepTransactions:
         failure: Callable[[], ExchangeError | None],
         connect: Callable[[View], None],
     ) -> None:
-        self._group, self._failure, self._connect = group, failure, connect
+        self.group, self._failure, self._connect = group, failure, connect
+        self._followers: list[weakref.WeakMethod[Callable[[list[int]], None]]] = []
+        self.fits = 0
         self._view = group.membership.view
         self._receiver: StateReceiver | None = None
         self._is_running = False
         self.changes = Changes()
+
+    def tell(self, follower: Callable[[list[int]], None]) -> None:
+        """Calls a method with the ranks that train whenever they change, as long as its object lives."""
+        self._followers.append(weakref.WeakMethod(follower))
 
     @property
     def is_running(self) -> bool:
@@ -108,7 +117,7 @@ class StepTransactions:
     @property
     def is_alone(self) -> bool:
         """Whether this worker computes everything by itself: it has started while the others train."""
-        return self._receiver is None and not self._group.membership.is_member
+        return self._receiver is None and not self.group.membership.is_member
 
     def replay(self, receiver: StateReceiver, changes: Changes) -> None:
         """Repeats the others' steps from now on. This worker has the state that it has received.
@@ -117,7 +126,7 @@ class StepTransactions:
         """
         assert receiver.state is not None
         self._receiver, self.changes = receiver, changes
-        self._group.membership.has_replayed(receiver.state[0], is_ready=False)
+        self.group.membership.has_replayed(receiver.state[0], is_ready=False)
 
     def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
         """Runs an exchange; outside of a step it is one by itself."""
@@ -148,14 +157,14 @@ class StepTransactions:
                 if not isinstance(lost, WorkerLostError):
                     raise
                 written.take_back(before)
-                self._group.membership.report_failure(self._view, lost.rank)
+                self.group.membership.report_failure(self._view, lost.rank)
                 del error
             else:
-                if self._group.membership.commit():
+                if self.group.membership.commit():
                     self._pass_on()
                     return result
                 written.take_back(before)
-            self._group.log.take()
+            self.group.log.take()
             self.changes = self.changes.plus(repeated_steps=1, seconds=time.monotonic() - began)
 
     def _attempt(self, step: Callable[[], _Result]) -> _Result:
@@ -164,22 +173,22 @@ class StepTransactions:
 
     def _pass_on(self) -> None:
         """Sends the results of a step that counts to those that join."""
-        donor = self._group.donor
+        donor = self.group.donor
         if donor.is_sending:
-            donor.send_step(self._group.membership.committed_steps, self._group.log.take())
+            donor.send_step(self.group.membership.committed_steps, self.group.log.take())
         else:
-            self._group.log.keep(False)
+            self.group.log.keep(False)
 
     def _waits_for_results(self, receiver: StateReceiver) -> bool:
         """Waits for what the others have exchanged in the next step; returns whether there is such a step.
 
         Otherwise this worker is one of them from this step on.
         """
-        membership = self._group.membership
+        membership = self.group.membership
         membership.wait_to_join(lambda: receiver.has_step)
         if not membership.is_member:
             return True
-        self._group.log.replay(None)
+        self.group.log.replay(None)
         self._receiver = None
         receiver.close()
         return False
@@ -188,21 +197,24 @@ class StepTransactions:
         if receiver.failure:
             raise JoinError(f"the worker that sent its state is lost ({receiver.failure})")
         number, results = receiver.next_step()
-        self._group.log.replay(results)
+        self.group.log.replay(results)
         result = self._attempt(step)
-        self._group.log.replay([])
-        self._group.membership.has_replayed(number, is_ready=True)
+        self.group.log.replay([])
+        self.group.membership.has_replayed(number, is_ready=True)
         return result
 
     def _follow_view(self) -> None:
         """Connects this worker with those that the workers have agreed on."""
-        while (view := self._group.membership.wait_for_view()) != self._view:
+        while (view := self.group.membership.wait_for_view()) != self._view:
             began = time.monotonic()
             try:
                 self._connect(view)
             except WorkerLostError as error:
-                self._group.membership.report_failure(view, error.rank)
+                self.group.membership.report_failure(view, error.rank)
                 continue
+            for follow in [method() for method in self._followers]:
+                if follow is not None:
+                    follow(self.group.membership.ranks(view))
             before, now = set(self._view.members or view.members), set(view.members)
             joined = len(now - before) + (self._view == NO_VIEW)
             seconds = time.monotonic() - began
