@@ -1,6 +1,6 @@
 """The program of the workers in `test_elastic_on_workers.py`: trainings during which workers are lost and join again.
 
-python on_workers_elastic_fits.py FOLDER [more]     `more`: other trainings, on two devices a worker
+python on_workers_elastic_fits.py FOLDER [NAME]     one of `MORE_FITS`, on two devices a worker
 """
 
 import functools
@@ -24,7 +24,7 @@ FAULTS = {
 _LONGEST_WAIT_SECONDS = 120.0
 
 
-def main(folder, *mode):
+def main(folder, name=None):
     """Trains, is lost, and writes what it has computed."""
     import elastic_fits
     import keras
@@ -33,7 +33,7 @@ def main(folder, *mode):
 
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
-    if mode:
+    if name is not None:
         devices = [tf.config.LogicalDeviceConfiguration()] * 2
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
 
@@ -58,7 +58,8 @@ def main(folder, *mode):
             if living and not is_complete and time.monotonic() < self._waits_until:
                 time.sleep(0.25 * self._trained.steps_per_execution)
 
-    for name, fit in (elastic_fits.MORE_FITS if mode else elastic_fits.FITS).items():
+    fits = elastic_fits.FITS if name is None else {name: elastic_fits.MORE_FITS[name]}
+    for name, fit in fits.items():
         print(f"training: {name}", flush=True)
         own = folder / name
         own.mkdir(exist_ok=True)
