@@ -73,7 +73,7 @@ def workers_boundary(
             )
         attempt = [os.environ.get(name, "") for name in ("TFDIST_RUN_ID", "TFDIST_ATTEMPT")]
         cluster = hashlib.sha256(json.dumps([addresses, attempt]).encode()).hexdigest()
-        options = {"token": token, "cluster": cluster, "encryption": encryption_of(os.environ)}
+        options: dict[str, Any] = {"token": token, "cluster": cluster, "encryption": encryption_of(os.environ)}
         if is_elastic:
             _group = ElasticGroup(
                 rank,

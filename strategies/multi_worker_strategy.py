@@ -8,22 +8,12 @@ import tensorflow as tf
 
 from tfdist import cluster
 from tfdist.collectives.key_values import key_values
-from tfdist.data_position.resumable_iterator import patch_epoch_iterator
-from tfdist.elastic.elastic_fit import ElasticFit
-from tfdist.elastic.step_transactions import NOTHING, StepTransactions, WrittenVariables
-from tfdist.keras_internals.model_state import (
-    OptimizerState,
-    components,
-    model_variables,
-    optimizers_of,
-)
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.load_balancing.share_planning import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.state_sharding import ShardedState
-from tfdist.strategies import exchange_start
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
     is_elastic_run,
@@ -32,6 +22,7 @@ from tfdist.strategies.cluster_resolver import (
     start_timeout_of,
     worker_resolver,
 )
+from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
 from tfdist.strategies.exchange_start import workers_boundary
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
@@ -56,7 +47,6 @@ from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
 )
 from tfdist.training.batch_comparison import BatchComparison, draws_common_batches
-from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import current_step
 from tfdist.training.worker_batches import batch_traits, complete_batches, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
@@ -125,14 +115,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             mode: `Synchronous()`, the default: workers exchange gradients in each update. `LocalSGD(sync_every=...)` or
                 `DiLoCo(sync_every=...)`: each worker trains by itself, and weights are exchanged after many updates;
                 `compression` then applies to differences of weights. See `docs/local_updates.md`.
-
-            elastic: Whether workers may be lost: the others take over their rows of the same batch, and go on. By
-                default under `tfdist run --elastic`, which sets `TFDIST_ELASTIC=1`.
+            elastic: Whether a worker may be lost: the others take over its rows of the same batch and train on, and one
+                that starts later joins them. By default under `tfdist run --elastic` only. See `docs/elastic.md`.
 
         Raises:
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
             RuntimeError: With NCCL, TensorFlow has already created its devices.
             HandshakeError: A worker has another `TFDIST_TOKEN`, or other addresses.
+            JoinError: The others train already, with `elastic`, and do not answer.
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use, or the name of a Slurm node does not resolve.
         """
@@ -144,6 +134,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             bucket_bytes, communication_options, compression, shard_optimizer_state, joins_workers=True
         )
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        if elastic:
+            nccl = options.implementation == _NCCL and communication_options
+            check_elastic_options(
+                communication_options=nccl,
+                mode=local_mode,
+                load_balancing=load_balancing,
+                shard_optimizer_state=shard_optimizer_state,
+            )
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
         check_workers_run_the_script(spec)
@@ -169,10 +167,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 )
                 self._batch_comparison.end_with(self)
             patch_files()
-        self._is_elastic = elastic and self.num_workers > 1
-        self.row_shares = self._shares_of(balancing, shares)
-        if self._is_elastic:
-            self._begin_elastic(boundary)
+        is_elastic = elastic and self.num_workers > 1
+        self.row_shares = self._shares_of(balancing, shares, is_elastic=is_elastic)
+        if is_elastic:
+            self._elastic = ElasticTraining(self, boundary)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
             self.local_updates = LocalUpdates(self, local_mode, _samples_of_step)
@@ -213,6 +211,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return self.extended.rank
 
     @property
+    def living_ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that train at the moment.
+
+        With `elastic` those that were lost are missing; there are none while this worker has not joined the others.
+        """
+        return tuple(range(self.num_workers)) if self._elastic is None else self._elastic.living_ranks
+
+    @property
     def replicas_of_workers(self) -> tuple[int, ...]:
         """The number of replicas of each worker, by rank: of its logical devices."""
         return self.extended.replicas_of_workers
@@ -250,13 +256,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """Distributes the datasets of workers; see `tf.distribute.Strategy.distribute_datasets_from_function`.
 
         Raises:
-            ValueError: The strategy divides rows of common batches: with `load_balancing` or `shares`.
+            ValueError: The strategy divides rows of common batches: with `load_balancing`, `shares` or `elastic`.
         """
         if self.row_shares is not None:
             raise ValueError(
                 "Shares divide batches that all workers draw alike. Received: a function that creates the data of "
                 "each worker. Expected: a dataset of global batches, for `fit` or `experimental_distribute_dataset`. "
-                "Give the same dataset to all workers, or create the strategy without `load_balancing` and `shares`."
+                "Give the same dataset to all workers, or create the strategy without `load_balancing`, `shares` and "
+                "`elastic`."
             )
         return super().distribute_datasets_from_function(dataset_fn, options)
 
@@ -274,83 +281,29 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             lambda value: EqualOnAllReplicas(list(self.experimental_local_results(value))), results
         )
 
-    def _shares_of(self, balancing: LoadBalancing | None, shares: Sequence[float] | None) -> RowShares | None:
+    def _shares_of(
+        self, balancing: LoadBalancing | None, shares: Sequence[float] | None, *, is_elastic: bool
+    ) -> RowShares | None:
         if self.num_workers == 1:  # also where the program of a cluster runs alone
             return None
         checked = checked_shares(shares, self.num_workers)
         if balancing is not None:
             balancing.limits(self.num_workers)
-        if balancing is None and checked is None and not self._is_elastic:
+        if balancing is None and checked is None and not is_elastic:
             return None
         host = self.extended.replica_operations.host
         counts = self.replicas_of_workers
-        return RowShares(counts, self.rank, host, checked, balancing, is_elastic=self._is_elastic)
+        return RowShares(counts, self.rank, host, checked, balancing, is_elastic=is_elastic)
 
-    @property
-    def starts_late(self) -> bool:  # type: ignore[override]
-        """Whether this worker has started while the others train, and does not train with them yet."""
-        return self._is_elastic and self._transactions.is_alone
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica; see `ReplicatedStrategy.run`.
 
-    def _begin_elastic(self, boundary: Any) -> None:
-        self._group, self._fits = exchange_start.elastic_group(), 0
-        self.metric_totals = MetricTotals()
-        self._transactions = StepTransactions(self._group, lambda: boundary.exchange.failure, self._connect)
-        boundary.run_alone = self._transactions.run_alone
-        patch_epoch_iterator()
-        if self._transactions.is_alone:
-            self.row_shares.give_rows_to([self.rank])
-
-    def _connect(self, view: Any) -> None:
-        exchange_start.connect(view)
-        ranks = self._group.membership.ranks(view)
-        self.row_shares.give_rows_to(ranks)
-        self.metric_totals.divide(is_first=self.rank == ranks[0])
-
-    def _take_no_rows(self) -> None:
-        self.row_shares.give_rows_to([rank for rank in range(self.num_workers) if rank != self.rank])
-        self.metric_totals.divide(is_first=False)
-
-    def fit_callbacks(self) -> list[Any]:
-        """Returns the callbacks that each `fit` under this strategy has besides those of the user."""
-        if not self._is_elastic:
-            return []
-        self._fits += 1
-        return [ElasticFit(self._group, self._transactions, self._fits - 1, self._take_no_rows)]
-
-    def step_function(self, model: Any, name: str, function: Any) -> Any:
-        """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
-        if not self._is_elastic:
-            return function
-        if name == "predict":
-            return lambda data: self._transactions.run(lambda: function(data), NOTHING)
-
-        written = WrittenVariables(lambda: self._variables_of(model))
-
-        def run_steps(iterator: Any) -> Any:
-            logs: Any = None
-            for number in range(model.steps_per_execution):
-                try:
-                    data = next(iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    if number == 0:
-                        raise StopIteration from None
-                    break
-                logs = self._transactions.run(lambda data=data: function(iter([data])), written)
-            return logs
-
-        return run_steps
-
-    def _variables_of(self, model: Any) -> list[tf.Variable]:
-        found = [variable.variable for variable in model_variables(model)]
-        found += model.metrics_variables
-        for optimizer in optimizers_of(model):
-            state = OptimizerState(optimizer)
-            found += [*state.variables, *state.accumulators]
-        return [one for variable in found for one in components(self, variable)] + [
-            self.row_shares._state,
-            *self.metric_totals.variables,
-            *self.compression_state.variables,
-        ]
+        Raises:
+            ValueError: With `elastic`, in a custom loop.
+        """
+        if self._elastic is not None:
+            self._elastic.check_runs_in_step()
+        return super().run(fn, args, kwargs, options)
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.
@@ -358,7 +311,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         A worker at the end of its data computes empty batches, whose weight is 0, until all workers are at the end.
         """
         own_batches = super()._max_batches(own_batches)
-        if self.num_workers == 1 or self._is_elastic:
+        if self.num_workers == 1 or self._elastic is not None:
             return own_batches
         batches = [number for (number,) in self._of_workers([_UNKNOWN if own_batches is None else own_batches])]
         return None if _UNKNOWN in batches else max(batches)
@@ -367,7 +320,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """Returns the dataset whose batches carry their numbers of samples, as far as all workers can tell them."""
         if self.num_workers == 1:
             return dataset
-        if self._is_elastic:  # all workers have the same data, and need not ask each other
+        if self._elastic is not None:  # all workers have the same data, and need not ask each other
             return counted_batches(dataset, [batch_traits(dataset, own_batches)], 1, are_complete=True)
         traits = self._of_workers(batch_traits(dataset, own_batches))
         are_complete = self.row_shares is not None

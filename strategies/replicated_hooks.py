@@ -110,6 +110,11 @@ def _warn_of_unknown_end() -> None:
     )
 
 
+def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
+    elastic = strategy._elastic
+    return function if elastic is None else elastic.step_function(model, name, function)
+
+
 HOOKS = StrategyHooks(
     current_step=current_step,
     compiles_calls=compiles_calls,
@@ -132,8 +137,8 @@ HOOKS = StrategyHooks(
     at_end=_at_end,
     local_values=lambda strategy: setting_attributes(strategy, _builds_locally=True),
     sent_bytes=lambda strategy: strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None,
-    fit_callbacks=lambda strategy: strategy.fit_callbacks(),
-    step_function=lambda strategy, model, name, function: strategy.step_function(model, name, function),
+    fit_callbacks=lambda strategy: [] if strategy._elastic is None else strategy._elastic.fit_callbacks(),
+    step_function=_step_function,
 )
 
 

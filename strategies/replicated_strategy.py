@@ -31,6 +31,7 @@ from tfdist.tensorflow_internals.rows_per_replica import is_complete, without_fi
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph, is_read_by_user, reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.xla_functions import reject_exchange_in_compiled_function
 from tfdist.training.batch_comparison import BatchComparison
+from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
 from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
@@ -39,6 +40,8 @@ from tfdist.utils.argument_checks import is_whole_number
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
+
+    from tfdist.strategies.elastic_training import ElasticTraining
 else:
     _Strategy = object
 
@@ -55,8 +58,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     Put it before TensorFlow's class in the list of bases.
     """
 
-    metric_totals: Any = None
-    starts_late = False  # whether this worker has started while the others train, and does not train with them yet
+    _elastic: "ElasticTraining | None" = None  # how steps go on when workers are lost, if they do
     _builds_locally = False
     has_read_number = False  # whether the user's code has read the number of replicas
     state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are
@@ -233,18 +235,15 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         check_collectives()
         return super().distribute_datasets_from_function(dataset_fn, options)
 
+    @property
+    def metric_totals(self) -> MetricTotals | None:
+        """The sums of the states of metrics over all workers, if these may be lost."""
+        return None if self._elastic is None else self._elastic.metric_totals
+
     def _check_workers(self) -> None:
         """Raises an error if a reduction or gathering over several workers cannot run any more."""
         if self.num_workers > 1:  # within one process they need no collectives
             check_collectives()
-
-    def fit_callbacks(self) -> list[Any]:
-        """Returns the callbacks that each `fit` under this strategy has besides those of the user."""
-        return []
-
-    def step_function(self, model: Any, name: str, function: Any) -> Any:
-        """Returns the function of `fit` that runs steps of the model, of which `name` is "train" or "test"."""
-        return function
 
     def _wrap_results(self, results: Any) -> Any:
         """Returns the results of a step, which are equal on all replicas, as Keras expects them."""

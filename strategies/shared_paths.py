@@ -31,7 +31,7 @@ def _has_workers(strategy: Any) -> bool:
 
 def share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> SharedPaths:
     """Exchanges the paths of the callbacks of all workers; all call this when `fit` begins."""
-    if strategy.starts_late:
+    if strategy._elastic is not None and strategy._elastic.starts_late:
         return SharedPaths(frozenset(paths), has_backups=False)
     numbers = {path: _number_of(path) for path in paths}
     rows = _rows_of_workers(strategy, [[int(has_backups), 0], *([0, number] for number in numbers.values())])

@@ -60,7 +60,7 @@ class StrategyHooks:
         sent_bytes: Returns the bytes of gradients that this process has sent, if counted. `None`: Keras' progress bar.
         training: Takes a model; returns what trains it: its `train`, `test` and `predict` are the functions of `fit`.
         fit_callbacks: Returns callbacks that a `fit` has besides those of the user.
-        step_function: Takes a model, "train", "test" or "predict", and Keras' function of `fit`; returns the one to use.
+        step_function: Takes a model, "train", "test" or "predict", and Keras' function of `fit`; returns what to use.
         create: Takes a `NewValue`, too; returns what holds the value of a new Keras variable, or `None`.
         look_up: Takes the shards of a table, and ids; returns the rows, or `None` for Keras' own lookup.
         num_shards: Takes the shape of a new table, too; returns into how many shards to split its rows.

@@ -11,7 +11,7 @@ from tfdist.compression import Compressor, Policy
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 # Entries whose sum over the replicas matters. All others are equal on all replicas.
-_SUMMED = ("residual", "velocity")
+SUMMED_ENTRIES = ("residual", "velocity")
 
 
 class ReplicaState(tf.Module):
@@ -150,11 +150,11 @@ def redistribute(
     share: dict[str, dict[str, tf.Tensor]] = {}
     first = saved[min(saved)]
     for path, entries in first.items():
-        share[path] = {name: tf.zeros_like(value) if name in _SUMMED else value for name, value in entries.items()}
+        share[path] = {name: tf.zeros_like(value) if name in SUMMED_ENTRIES else value for name, value in entries.items()}
     for old, state in saved.items():
         for path, entries in state.items():
             for name, value in entries.items():
-                if name in _SUMMED and old % size == number:
+                if name in SUMMED_ENTRIES and old % size == number:
                     known = share.setdefault(path, {})
                     known[name] = known[name] + value if name in known else value
     return share

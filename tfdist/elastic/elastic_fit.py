@@ -1,22 +1,43 @@
 """What an elastic training does in `fit`: sends its state to workers that join, loads it on them, leaves when asked."""
 
+import functools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import keras
+
 from tfdist.cluster import PREEMPTED_EXIT_CODE
+from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
 from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.step_transactions import StepTransactions
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
+from tfdist.keras_internals.saved_files import continue_files
 from tfdist.membership.elastic_group import ElasticGroup
 from tfdist.membership.state_transfer import StateReceiver
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
+
+
+def reject_recovery(callbacks: Sequence[Any]) -> None:
+    """Refuses callbacks that restore a training: workers that start later would restore what the others have left.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore) or type(callback).__name__ == "FailureRecovery":
+            raise ValueError(
+                "A worker that joins an elastic training takes the state of another one. Received: "
+                f"{type(callback).__name__} in the callbacks of `fit`, which restores a checkpoint. Expected: one of "
+                "the two. Leave it out, and save by `keras.callbacks.ModelCheckpoint`; or start the run with "
+                "`--max-restarts` in place of `--elastic`."
+            )
 
 
 class ElasticFit(LastCallback):
@@ -34,11 +55,16 @@ class ElasticFit(LastCallback):
     ) -> None:
         super().__init__()
         self._group, self._transactions, self._number, self._take_no_rows = group, transactions, number, take_no_rows
+        self._heartbeat: Heartbeat | None = None
+        self._is_first = False  # whether this worker has the lowest rank of those that train
         self._received: tuple[StateReceiver, ReceivedState] | None = None
+        self._reported = (0, 0, 0) if group.membership.is_member else None
         self._is_asked_to_leave = threading.Event()
         self._earlier_handler: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
+        reject_recovery(self.neighbours)
+        self._is_first = self._group.is_first
         self._iterator = training_iterator(self.model)
         self._progress, self._logs = TrainingProgress(), None
         self._state: TrainingState | None = None
@@ -46,6 +72,11 @@ class ElasticFit(LastCallback):
             self._join()
         self._handle_signal()
         self._iterator.on_fit_end(self._restore_handler)
+        self._heartbeat = Heartbeat.from_environment()
+        if self._heartbeat is not None:
+            self._heartbeat.start()
+            self._heartbeat.ready()
+            self._heartbeat.step(self._progress.step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)
@@ -58,6 +89,10 @@ class ElasticFit(LastCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_batch(last_step(self.model, batch)), logs
+        self._report()
+        if self._group.is_first and not self._is_first:
+            self._is_first = True
+            continue_files(self.others)
         if self._group.donor.is_asked and self._group.membership.is_member:
             self._give_state()
         if self._is_asked_to_leave.is_set():
@@ -66,6 +101,29 @@ class ElasticFit(LastCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_epoch(), None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.phase("validation")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.phase("finished")
+            self._heartbeat = None
+
+    def _report(self) -> None:
+        """Reports progress to the supervisor, and changes of the workers once this one is one of them."""
+        heartbeat, changes = self._heartbeat, self._transactions
+        if heartbeat is None:
+            return
+        heartbeat.step(self._progress.step)
+        totals = (changes.lost_workers, changes.joined_workers, changes.repeated_steps)
+        if self._group.membership.is_member and totals != self._reported:
+            self._reported = totals
+            lost, joined, repeated = totals
+            heartbeat.membership(
+                lost=lost, joined=joined, repeated_steps=repeated, seconds_lost=round(changes.lost_seconds, 3)
+            )
 
     def _join(self) -> None:
         """Loads the state of a worker that trains. If the others are in a later `fit`, this worker trains by itself."""
@@ -104,7 +162,7 @@ class ElasticFit(LastCallback):
                 metadata = {"progress": asdict(self._progress), "position": position.to_json()}
                 step = self._group.membership.committed_steps
                 parts = encode_state(snapshot, metadata)
-                self._group.donor.send(request, step, lambda parts=parts: parts)
+                self._group.donor.send(request, step, functools.partial(list, parts))
                 self._group.log.keep(True)
 
     def _handle_signal(self) -> None:

@@ -4,7 +4,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tfdist.checkpoint.shard import Shard, decode_shard, encode_shard
+from tfdist.collectives.compression_state import SUMMED_ENTRIES
+from tfdist.recovery.compression_arrays import COMPRESSION
+from tfdist.recovery.resharding import group_by_variable, replica_name
 from tfdist.recovery.training_state import Snapshot
 
 
@@ -20,7 +25,7 @@ def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> list[Any]:
 
 
 class ReceivedState:
-    """What `TrainingState.restore` needs of a checkpoint. All ranks have the same state.
+    """What `TrainingState.restore` needs of a checkpoint. It is that of any rank.
 
     Args:
         parts: What `encode_state` has returned, as bytes.
@@ -42,5 +47,14 @@ class ReceivedState:
         return self._shards[0]
 
     def read_rank(self, rank: int) -> Shard:
-        """Returns what each rank has."""
-        return self._shards[1]
+        """Returns what the donor's replicas have, as that of the replicas of a rank with as many devices.
+
+        Residuals are zero: those of the donor stay where they are.
+        """
+        tensors = {}
+        for name, values in group_by_variable(self._shards[1].tensors).items():
+            is_own = name.startswith(COMPRESSION) and name.rpartition("/")[2] in SUMMED_ENTRIES
+            for index, (_, value) in enumerate(sorted(values.items())):
+                number = rank * len(values) + index
+                tensors[replica_name(name, number)] = np.zeros_like(value) if is_own else value
+        return Shard(tensors, self._shards[1].metadata)

@@ -1,7 +1,7 @@
 """Steps that are written on all workers that go on, or on none: what was written is taken back if one is lost.
 
-A worker that joins repeats the steps of the others with their sums in place of exchanges, without rows of its own, until
-it is one of them.
+A worker that joins repeats the steps of the others with their sums in place of exchanges, without rows of its own,
+until it is one of them.
 """
 
 import time
@@ -78,6 +78,11 @@ class StepTransactions:
         self._is_running = False
         self.lost_workers = self.joined_workers = self.repeated_steps = 0
         self.lost_seconds = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is running."""
+        return self._is_running
 
     @property
     def is_alone(self) -> bool:

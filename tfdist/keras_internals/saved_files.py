@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -15,6 +16,7 @@ from tfdist.keras_internals.running_fit import is_within_call_of_fit
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
+from tfdist.utils import atomic_files
 from tfdist.utils.atomic_files import is_local
 
 _saving = private("keras.src.saving:saving_lib", "writes a model into memory before it writes the file")
@@ -211,6 +213,46 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
     wrap_callback_list("__init__", create)
     wrap_callback_list("on_train_begin", begin)
     wrap_callback_list("on_train_end", end)
+
+
+def continue_files(callbacks: Sequence[Any]) -> None:
+    """Lets this worker write to the paths of callbacks that another worker, which is lost, has written until now.
+
+    A `CSVLogger` adds the rows that are missing; `TensorBoard` adds a file.
+    """
+    for callback in callbacks:
+        if _REDIRECTED not in vars(callback):
+            continue
+        if isinstance(callback, keras.callbacks.CSVLogger) and is_local(callback.filename):
+            _continue_rows(callback)
+        elif isinstance(callback, keras.callbacks.TensorBoard):
+            for writer in callback._writers.values():
+                writer.close()
+            callback._writers.clear()
+            _restore(callback)
+        else:
+            _restore(callback)
+
+
+def _continue_rows(callback: keras.callbacks.CSVLogger) -> None:
+    own_lines = _lines_of(callback.filename)  # it is flushed after each row
+    callback.csv_file.close()
+    _restore(callback)
+    lines = _lines_of(callback.filename)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()  # the other worker ended while it wrote this row
+    epochs = {line.partition(callback.sep)[0] for line in lines}
+    lines += [line for line in own_lines if line.partition(callback.sep)[0] not in epochs]
+    atomic_files.write(Path(callback.filename), "".join(lines).encode())
+    callback.csv_file = open(callback.filename, "a", newline="")
+    callback.append_header, callback.writer = not lines, None
+
+
+def _lines_of(path: str) -> list[str]:
+    try:
+        return Path(path).read_bytes().decode().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
 
 
 def _path_of(callback: Any, attributes: dict[type, str]) -> str | None:

@@ -119,6 +119,11 @@ class RowShares:
         state[planning.SHARE] = [share if rank in ranks else 0 for rank, share in enumerate(self._first)]
         self._state.assign(state)
 
+    @property
+    def state(self) -> Any:
+        """The variable."""
+        return self._state
+
     def stats(self) -> tuple[ShareStats, ...]:
         """Returns what each worker has computed so far. Call this eagerly."""
         state = self._state.numpy()

@@ -16,7 +16,10 @@ from typing import Any
 
 from tfdist.membership.decisions import NO_VIEW, Ballot, Decision, NoMajority, Report, View, decide
 
-_ANSWER_SECONDS = 2.0  # how long a proposer waits for a worker that it hears
+_ANSWER_SECONDS = 5.0  # how long a proposer waits for a worker that it hears
+# A worker that joins is taken in when it is at most one step behind; or, if it repeats steps no faster than the others
+# make them, so many reports later, when the others wait for it.
+_PATIENT_REPORTS, _LONGEST_LAG = 8, 32
 _REPEAT_SECONDS = 0.3
 
 Send = Callable[[int, dict[str, Any]], None]
@@ -47,6 +50,7 @@ class Agreement:
         self.is_ready = self.is_changing = self.is_excluded = False
         self.obstacle: NoMajority | None = None
         self.joining: dict[int, int] = {}
+        self._lags: dict[int, tuple[int, int]] = {}  # of those: the least lag, in steps, and the reports since then
         self._send_to, self._ranks = send, ranks
         self._connected = set(view.members)
         self._promised: Ballot = view.ballot
@@ -148,8 +152,13 @@ class Agreement:
         elif "exclude" in message and _ballot(message) > self.view.ballot and self.view != NO_VIEW:
             self.is_excluded = True
         elif "joins" in message:
-            self.joining[sender] = int(message["joins"])
+            self._take_progress(sender, int(message["joins"]))
         self._proceed(now)
+
+    def _take_progress(self, worker: int, step: int) -> None:
+        self.joining[worker], lag = step, self.committed - step
+        least, reports = self._lags.get(worker, (lag + 1, 0))
+        self._lags[worker] = (lag, 0) if lag < least else (least, reports + 1)
 
     def joins_with(self, step: int) -> None:
         """This worker, which joins, has the state after a step."""
@@ -211,7 +220,11 @@ class Agreement:
         taken = {member % self._ranks for member in self.view.members if member not in self._ended | self._silent}
         heard = [worker for worker in self.joining if worker not in self._silent and worker % self._ranks not in taken]
         newest = {worker % self._ranks: worker for worker in sorted(heard)}
-        return {worker for worker in newest.values() if self.joining[worker] >= self.committed - 1}
+        return {worker for worker in newest.values() if self._is_close(worker)}
+
+    def _is_close(self, worker: int) -> bool:
+        lag, (_, reports) = self.committed - self.joining[worker], self._lags.get(worker, (0, 0))
+        return lag <= 1 or (reports >= _PATIENT_REPORTS and lag <= _LONGEST_LAG)
 
     def _propose(self) -> None:
         self._highest = max(self._highest, self._promised[0]) + 1

@@ -94,7 +94,7 @@ class NoMajority:
     ended: tuple[int, ...]
 
 
-def decide(ballot: Ballot, reports: Mapping[int, Report], lag_of_joiners: int = 2) -> Decision | NoMajority:
+def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajority:
     """Decides who trains on.
 
     Those who hear each other go on if they hold a majority of the last view, and of every later one that may have
@@ -104,7 +104,6 @@ def decide(ballot: Ballot, reports: Mapping[int, Report], lag_of_joiners: int = 
     Args:
         ballot: The ballot of the proposal.
         reports: What the workers have answered, by their numbers.
-        lag_of_joiners: The number of steps by which a worker that joins may be behind what others have committed.
 
     >>> old = View((1, 0), (0, 1, 2))
     >>> decide((2, 1), {1: Report(old, committed=7), 2: Report(old, committed=6, is_ready=True)})
@@ -121,7 +120,6 @@ def decide(ballot: Ballot, reports: Mapping[int, Report], lag_of_joiners: int = 
     step = max((report.committed for report in trained.values()), default=0)
     trained = {number: report for number, report in trained.items() if report.committed + report.is_ready >= step}
     joins = [number for number in chosen if reports[number].view == NO_VIEW]
-    joins = [number for number in joins if reports[number].committed >= step - lag_of_joiners]
     if trained and all(report.view == latest and _has_next(report, step) for report in trained.values()):
         # Workers that join cannot have this step before the others have committed it, which they do in the next view.
         step, joins = step + 1, []

@@ -72,6 +72,12 @@ class ElasticGroup:
             raise
         _open_groups.add(self)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker trains and has the lowest rank of those that do: what the chief does falls to it."""
+        view = self.membership.view
+        return self.membership.is_member and self.membership.ranks(view)[0] == self.rank
+
     def exchange(self, view: View | None, on_join: Callable[[Callable[[Exception], None]], None] | None) -> Exchange:
         """Connects with the members of a view, or with nobody.
 
@@ -92,7 +98,7 @@ class ElasticGroup:
         )
 
     def ask_for_state(self, fit: int) -> StateReceiver | None:
-        """Asks the oldest worker for its state; returns it when it is there, or `None` if the others are in a later fit.
+        """Asks the oldest worker for its state; returns it when it is there, or `None` if they are in a later fit.
 
         A worker that is lost meanwhile is replaced by the next.
 

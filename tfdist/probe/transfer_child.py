@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.exchange.channel import Channel
+from tfdist.exchange.result_log import LoggedChannel
 from tfdist.exchange.worker_exchange import SMALL, Exchange
 from tfdist.planning.measurements import EXCHANGE, GATHER, MESSAGE, SUM
 from tfdist.probe.process_usage import peak_bytes
@@ -69,7 +70,7 @@ def _timed(boundary: ExchangeBoundary, kind: str, nbytes: int) -> dict[str, Any]
     return _timed_calls(kind, nbytes, lambda: run(tensor), in_turn)
 
 
-def _timed_message(channel: Channel) -> dict[str, Any]:
+def _timed_message(channel: Channel | LoggedChannel) -> dict[str, Any]:
     values = np.zeros(_MESSAGE_BYTES, np.uint8)
     return _timed_calls(
         MESSAGE, _MESSAGE_BYTES, lambda: [channel.all_gather(values) for _ in range(_IN_TURN)], _IN_TURN

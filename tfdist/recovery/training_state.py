@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -72,6 +72,23 @@ class TrainingProgress:
         """Returns whether nothing remains to train of `epochs` epochs."""
         was_stopped = self.stopped and (self.requested_epochs is None or epochs <= self.requested_epochs)
         return was_stopped or self.epoch >= epochs
+
+
+class SavedTraining(Protocol):
+    """What is restored: a `Checkpoint`, or the state that another worker has sent."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks whose state it has."""
+        ...
+
+    def read_shared(self) -> Shard:
+        """Returns what is equal on all ranks."""
+        ...
+
+    def read_rank(self, rank: int) -> Shard:
+        """Returns what differs between ranks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,7 @@ class TrainingState:
         if accumulation.steps != saved_steps:
             accumulation.change(saved_steps)
 
-    def restore(self, checkpoint: Checkpoint, rank: int, num_workers: int, *, metrics: bool) -> None:
+    def restore(self, checkpoint: SavedTraining, rank: int, num_workers: int, *, metrics: bool) -> None:
         """Restores a checkpoint, also one that another number of ranks or replicas saved.
 
         The metrics are restored for an epoch that resumes.
@@ -169,9 +186,10 @@ class TrainingState:
         variables: dict[str, Any] = {
             name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")
         }
-        on_workers = open_worker_tensors(checkpoint, shared.metadata.get(_ON_WORKERS, {}), self._timeout_seconds)
-        for name, value in on_workers.items():
-            (per_replica if is_replica_name(name) else variables)[name] = value
+        if isinstance(checkpoint, Checkpoint):
+            on_workers = open_worker_tensors(checkpoint, shared.metadata.get(_ON_WORKERS, {}), self._timeout_seconds)
+            for name, value in on_workers.items():
+                (per_replica if is_replica_name(name) else variables)[name] = value
         callback_values, generators = rank_shard.metadata["callbacks"], rank_shard.metadata["generators"]
 
         self._variables.check(variables, per_replica, description)

@@ -1,0 +1,153 @@
+"""What `MultiWorkerMirroredStrategy(elastic=True)` does in `fit`, `evaluate` and `predict`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data_position.resumable_iterator import patch_epoch_iterator
+from tfdist.elastic.elastic_fit import ElasticFit
+from tfdist.elastic.step_transactions import NOTHING, StepTransactions, WrittenVariables
+from tfdist.keras_internals.model_state import OptimizerState, components, model_variables, optimizers_of
+from tfdist.recovery.random_generators import generator_variables
+from tfdist.strategies import exchange_start
+from tfdist.training.metric_totals import MetricTotals
+
+_REFUSED = {
+    "communication_options": "NCCL has a fixed group of workers",
+    "mode": "the updates that a lost worker has made by itself would be lost with it",
+    "load_balancing": "shares follow the speeds of a fixed group of workers",
+    "shard_optimizer_state": "the parts of a lost worker would be lost with it",
+}
+
+
+def check_elastic_options(**options: Any) -> None:
+    """Refuses arguments of the strategy that do not work with `elastic`; those are given that are in use.
+
+    Raises:
+        ValueError: One is.
+    """
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"`{name}` does not work with `elastic`: {_REFUSED[name]}. Received: {name}={value!r} for a "
+                "MultiWorkerMirroredStrategy with `elastic=True`, or under `tfdist run --elastic`. Expected: one of "
+                f"the two. Leave `{name}` out, or start the run with `--max-restarts` in place of `--elastic`."
+            )
+
+
+class ElasticTraining:
+    """The steps of a strategy whose workers may be lost, and the callbacks that its `fit` has.
+
+    Args:
+        strategy: It divides rows by its `row_shares`, and keeps `metric_totals`.
+        boundary: Between graphs and the exchange with other workers.
+    """
+
+    def __init__(self, strategy: Any, boundary: Any) -> None:
+        counts = strategy.replicas_of_workers
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "Elastic workers have equally many devices: each may take the state of each other one. Received: "
+                f"{list(counts)} devices, by rank. Expected: equal numbers. Set the logical or visible devices of all "
+                "workers alike."
+            )
+        self._strategy, self._fits = strategy, 0
+        self._group = exchange_start.elastic_group()
+        self.metric_totals = MetricTotals()
+        self._transactions = StepTransactions(self._group, lambda: boundary.exchange.failure, self._connect)
+        boundary.run_alone = self._transactions.run_alone
+        patch_epoch_iterator()
+        if self.starts_late:
+            strategy.row_shares.give_rows_to([strategy.rank])
+
+    @property
+    def starts_late(self) -> bool:
+        """Whether this worker has started while the others train, and does not train with them yet."""
+        return self._transactions.is_alone
+
+    @property
+    def living_ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that train; none while this one does not train with them."""
+        return tuple(self._group.membership.ranks(self._group.membership.view))
+
+    def check_runs_in_step(self) -> None:
+        """Refuses replicas outside of the steps of Keras: of a custom loop.
+
+        Raises:
+            ValueError: No step of `fit`, `evaluate` or `predict` is running.
+        """
+        if not self._transactions.is_running:
+            raise ValueError(
+                "An elastic strategy runs the steps of `fit`, `evaluate` and `predict`: it takes back what a step has "
+                "written when a worker is lost. Received: `strategy.run` in a loop of the program. Expected: "
+                "`model.fit`, with a `train_step` of the model's own if it must be another one, or a strategy without `elastic`."
+            )
+
+    def fit_callbacks(self) -> list[Any]:
+        """Returns the callback that `fit` has besides those of the user."""
+        self._fits += 1
+        return [ElasticFit(self._group, self._transactions, self._fits - 1, self._take_no_rows)]
+
+    def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns the function of Keras that runs steps of the model, each of which counts on all workers or on none.
+
+        `name` is "train", "test" or "predict".
+        """
+        if name == "predict":
+            return lambda data: self._transactions.run(lambda: function(data), NOTHING)
+        if name == "train":
+            _check_updates(model)
+        written = WrittenVariables(lambda: self._variables_of(model))
+
+        def run_steps(iterator: Any) -> Any:
+            logs: Any = None
+            for number in range(model.steps_per_execution):
+                try:
+                    batch = next(iterator)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    if number == 0:
+                        raise StopIteration from None
+                    break
+                logs = self._run(function, batch, written)
+            return logs
+
+        return run_steps
+
+    def _run(self, function: Callable[[Any], Any], batch: Any, written: WrittenVariables) -> Any:
+        return self._transactions.run(lambda: function(iter([batch])), written)
+
+    def _connect(self, view: Any) -> None:
+        exchange_start.connect(view)
+        ranks = self._group.membership.ranks(view)
+        self._strategy.row_shares.give_rows_to(ranks)
+        self.metric_totals.divide(is_first=self._group.rank == ranks[0])
+
+    def _take_no_rows(self) -> None:
+        others = [rank for rank in range(len(self._group.addresses)) if rank != self._group.rank]
+        self._strategy.row_shares.give_rows_to(others)
+        self.metric_totals.divide(is_first=False)
+
+    def _variables_of(self, model: Any) -> list[Any]:
+        found = [variable.variable for variable in model_variables(model)]
+        found += model.metrics_variables
+        for optimizer in optimizers_of(model):
+            found += OptimizerState(optimizer).variables
+        strategy = self._strategy
+        return [one for variable in found for one in components(strategy, variable)] + [
+            strategy.row_shares.state,
+            *self.metric_totals.variables,
+            *strategy.compression_state.variables,
+            *generator_variables().values(),
+        ]
+
+
+def _check_updates(model: Any) -> None:
+    for optimizer in optimizers_of(model):
+        steps = OptimizerState(optimizer).accumulation_steps
+        if steps > 1:
+            raise ValueError(
+                "Accumulated gradients of a lost worker would be lost with it. Received: an optimizer that accumulates "
+                f"over {steps} micro-steps, under a strategy with `elastic`. Expected: an update in each step. Use "
+                "`MultiWorkerMirroredStrategy(micro_batches=...)`, which divides a step, or larger batches."
+            )

@@ -1,0 +1,60 @@
+"""The program of the workers in `test_elastic_on_workers.py`: trainings during which workers are lost and join again.
+
+python on_workers_elastic_fits.py FOLDER
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+# By training: the rank that is lost, the step after which it is, and the signal.
+FAULTS = {
+    "chief_is_lost": [(0, 100, signal.SIGKILL)],
+    "two_are_lost": [(1, 60, signal.SIGKILL), (2, 60, signal.SIGKILL)],
+    "one_leaves": [(1, 90, signal.SIGTERM)],
+}
+_LONGEST_WAIT_SECONDS = 120.0
+
+
+def main(folder):
+    """Trains, is lost, and writes what it has computed."""
+    import elastic_fits
+    import keras
+    import numpy as np
+
+    from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    strategy = MultiWorkerMirroredStrategy()
+
+    class Faults(keras.callbacks.Callback):
+        """Loses this worker once, and makes steps slow until all that were lost have joined."""
+
+        def __init__(self, name, model):
+            super().__init__()
+            self._name, self._trained = name, model
+            self._waits_until = time.monotonic() + _LONGEST_WAIT_SECONDS
+
+        def on_train_batch_end(self, batch, logs=None):
+            step = int(self._trained.optimizer.iterations.numpy())
+            living = strategy.living_ranks
+            is_complete = len(living) == strategy.num_workers
+            for rank, at, number in FAULTS[self._name]:
+                mark = folder / f"{self._name}-{rank}.lost"
+                if rank == strategy.rank and step >= at and is_complete and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), number)
+            if living and not is_complete and time.monotonic() < self._waits_until:
+                time.sleep(0.25 * self._trained.steps_per_execution)
+
+    for name, fit in elastic_fits.FITS.items():
+        print(f"training: {name}", flush=True)
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        results = fit(strategy, own, lambda model, name=name: [Faults(name, model)])
+        np.savez(folder / f"{name}-{strategy.rank}.npz", living=strategy.living_ranks, **results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

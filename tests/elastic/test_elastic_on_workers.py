@@ -1,0 +1,73 @@
+"""Trainings in which workers are lost and join again compute what one process does, under `tfdist run --elastic`."""
+
+import csv
+from pathlib import Path
+
+import elastic_fits
+import numpy as np
+import pytest
+from launched_runs import launch_once
+
+from tfdist.strategies import MirroredStrategy
+
+_SCRIPT = Path(__file__).with_name("on_workers_elastic_fits.py")
+# 240 updates of sums that associate differently; Adam passes on the relative error of small gradients.
+_TOLERANCE = {"chief_is_lost": 1e-5, "two_are_lost": 5e-5, "one_leaves": 5e-6}
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
+
+
+@pytest.fixture(scope="module")
+def elastic_run(tmp_path_factory):
+    options = ["--workers", "3", "--elastic", "1"]
+    return launch_once(tmp_path_factory, "elastic fits", _SCRIPT, options=options)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """What one process computes, by the name of the training, and where it writes."""
+    folder = tmp_path_factory.mktemp("one process")
+    results = {}
+    for name, fit in elastic_fits.FITS.items():
+        (folder / name).mkdir()
+        results[name] = fit(MirroredStrategy(["CPU:0"]), folder / name, lambda model: [])
+    return folder, results
+
+
+def test_the_run_ends_without_an_error_and_counts_losses(elastic_run):
+    output = elastic_run.assert_complete().output
+    assert "4 workers lost, 4 joined" in output, output[-3000:]
+    assert "worker 1 left, as it was asked to" in output, output[-3000:]
+
+
+@pytest.mark.parametrize("name", elastic_fits.FITS)
+def test_weights_logs_and_predictions_are_those_of_one_process(elastic_run, one_process, name):
+    expected = one_process[1][name]
+    for rank in range(3):
+        got = elastic_run.arrays(f"{name}-{rank}.npz")
+        assert got.pop("living").tolist() == [0, 1, 2]
+        assert got.keys() == expected.keys()
+        for key, values in expected.items():
+            tolerance = _TOLERANCE[name]
+            np.testing.assert_allclose(got[key], values, rtol=tolerance, atol=tolerance, err_msg=f"{key}, {rank}")
+
+
+@pytest.mark.parametrize("name", elastic_fits.FITS)
+def test_workers_end_with_the_same_bits(elastic_run, name):
+    first = elastic_run.arrays(f"{name}-0.npz")
+    for rank in (1, 2):
+        for key, values in elastic_run.arrays(f"{name}-{rank}.npz").items():
+            np.testing.assert_array_equal(values, first[key], f"{key}, {rank}")
+
+
+def test_the_file_of_a_callback_is_continued_when_its_worker_is_lost(elastic_run, one_process):
+    def rows(path):
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    expected = rows(one_process[0] / "chief_is_lost" / "log.csv")
+    got = rows(elastic_run.path("chief_is_lost") / "log.csv")
+    assert [row["epoch"] for row in got] == ["0", "1", "2"]
+    for row, expected_row in zip(got, expected, strict=True):
+        assert row.keys() == expected_row.keys()
+        assert all(abs(float(row[key]) - float(expected_row[key])) < 1e-5 for key in row), (row, expected_row)
