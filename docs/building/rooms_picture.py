@@ -19,6 +19,8 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "doctor": (105, 225, "checks before a training", ""),
     "planning": (570, 120, "what a plan costs", ""),
     "tensor_parallel": (1030, 120, "layers split over devices", "core"),
+    "elastic": (1290, 120, "steps as transactions", "core"),
+    "membership": (1290, 310, "who trains together", "core"),
     "probe": (160, 48, "measures a program", ""),
     "recovery": (350, 225, "what a training consists of", "core"),
     "training": (545, 225, "a Keras step on replicas", "core"),
@@ -57,6 +59,10 @@ BENDS: dict[tuple[str, str], list[Point]] = {
     ("launch", "probe"): [(130, 120), (130, 100)],
     ("probe", "strategies"): [(246, 92), (730, 121)],
     ("exchange", "transport"): [(905, 552), (905, 600), (60, 600), (60, 447)],
+    ("strategies", "elastic"): [(850, 120), (850, 104), (1180, 104), (1180, 130), (1204, 130)],
+    ("elastic", "recovery"): [(1240, 197), (420, 197)],
+    ("elastic", "cluster"): [(1376, 146), (1388, 146), (1388, 612), (170, 612), (170, 552)],
+    ("membership", "exchange"): [(1290, 470)],
 }
 
 
@@ -96,7 +102,7 @@ def rooms() -> Picture:
     if unknown:
         raise SystemExit(f"{__file__}: give these rooms a place in ROOMS: {sorted(unknown)}")
     arrows = {room: others - set(COMMON) for room, others in table.items() if room in ROOMS}
-    picture = Picture(1200, 655, "The rooms of tfdist and which may import which")
+    picture = Picture(1400, 670, "The rooms of tfdist and which may import which")
     picture.text(20, 28, "Rooms of tfdist: an arrow means “may import”", "title")
     picture.box(560, 48, 180, 40, "examples, benchmarks")
     for room, (x, y, holds, kind) in ROOMS.items():
@@ -108,13 +114,15 @@ def rooms() -> Picture:
         picture.arrow(_between(room, other, outgoing))
     picture.text(
         20,
-        610,
+        632,
         "Blue: what users import or run. Green: what trains. Not drawn: arrows beside a longer path, and those to "
         "utils, versions and private_symbols.",
         "small",
     )
-    without = "launch, doctor, planning, exchange, transport, checkpoint and cluster do not import TensorFlow."
-    picture.text(20, 630, without, "small")
+    without = (
+        "launch, doctor, planning, membership, exchange, transport, checkpoint and cluster do not import TensorFlow."
+    )
+    picture.text(20, 652, without, "small")
     return picture
 
 

@@ -22,9 +22,9 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression exchange internals load_balancing local_updates losses parameter_server "
-        "patches pipeline planning private_symbols servers sharded_state strategy_hooks tensor_parallel training utils "
-        "versions".split()
+        "cluster collectives compression data_position elastic exchange internals load_balancing local_updates losses "
+        "membership parameter_server patches pipeline planning private_symbols servers sharded_state strategy_hooks "
+        "tensor_parallel training utils versions".split()
     ),
     "tensor_parallel": frozenset({"internals", "pipeline", "utils"}),
     "pipeline": frozenset({"collectives", "compression", "internals", "losses", "updates", "utils"}),
@@ -37,6 +37,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sharded_state": frozenset({"collectives", "compression", "internals", "updates"}),
     "updates": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
+    "elastic": frozenset(
+        "checkpoint cluster collectives data_position exchange internals membership recovery utils".split()
+    ),
+    "membership": frozenset({"exchange", "transport", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
     "parameter_server": frozenset(
@@ -87,8 +91,8 @@ _EVERYWHERE = {"patches", "private_symbols", "strategy_hooks"}
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
 WITHOUT_FRAMEWORKS = frozenset(
-    "tfdist checkpoint cluster doctor exchange launch patches planning private_symbols strategy_hooks transport utils "
-    "versions".split()
+    "tfdist checkpoint cluster doctor exchange launch membership patches planning private_symbols strategy_hooks "
+    "transport utils versions".split()
 )
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]
