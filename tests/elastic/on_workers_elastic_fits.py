@@ -20,6 +20,7 @@ FAULTS = {
     "from_python": [(2, 60, signal.SIGKILL)],
     "own_step": [(0, 60, signal.SIGKILL)],
     "compressed": [(1, 60, signal.SIGKILL)],
+    "rounded": [(1, 60, signal.SIGKILL)],
 }
 _LONGEST_WAIT_SECONDS = 120.0
 

@@ -68,10 +68,11 @@ def test_more_trainings_on_two_devices_a_worker(tmp_path, name):
     for key, values in first.items():
         for other in others:
             np.testing.assert_array_equal(other[key], values, key)
-    if name in elastic_fits.STRATEGY_OPTIONS:
+    if name == "compressed":
         return
+    tolerance = 5e-3 if name == "rounded" else 1e-5
     for key, values in elastic_fits.MORE_FITS[name](MirroredStrategy(["CPU:0"]), tmp_path, lambda model: []).items():
-        np.testing.assert_allclose(first[key], values, rtol=1e-5, atol=1e-5, err_msg=key)
+        np.testing.assert_allclose(first[key], values, rtol=tolerance, atol=tolerance, err_msg=key)
 
 
 def test_the_file_of_a_callback_is_continued_when_its_worker_is_lost(elastic_run, one_process):

@@ -50,12 +50,22 @@ class CollectiveGroup(Group):
     def exchange_rows(self, rows: tf.Tensor) -> tf.Tensor:
         if self.size == 1:
             return tf.identity(rows)
+        if self.may_lose_replicas:
+            raise ValueError(
+                "Under `elastic` no worker adds up a part of the gradients for the others: it may be lost. Received: a "
+                "compressor that calls `exchange` of its group. Expected: `sum` and `gather`, where "
+                "`group.may_lose_replicas`. Choose another compressor, or a strategy without `elastic`."
+            )
         self._count(rows, (self.size - 1) / self.size)
         return self._launcher.exchange(rows, self._options)
 
     @property
     def sends_short_sums_at_once(self) -> bool:
         return self._launcher.sends_short_sums_at_once
+
+    @property
+    def may_lose_replicas(self) -> bool:
+        return self._launcher.may_lose_replicas
 
     @property
     def adds_rows(self) -> bool:

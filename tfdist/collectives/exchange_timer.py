@@ -109,6 +109,10 @@ class TimedGroup(Group):
         return self._timed(_EXCHANGE, self._group.exchange_rows(self._timed(_ENCODE, rows)))
 
     @property
+    def may_lose_replicas(self) -> bool:
+        return self._group.may_lose_replicas
+
+    @property
     def sends_short_sums_at_once(self) -> bool:
         return self._group.sends_short_sums_at_once
 

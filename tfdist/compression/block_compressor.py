@@ -114,7 +114,7 @@ class BlockCompressor(Compressor):
             words.append(own_words)
         payload = tf.concat(words, axis=0) if words else tf.zeros([0, self.block_words], tf.int32)
         values = flatten([gradients[position] for position in plain]) if plain else tf.zeros([0])
-        in_one_phase = group.size <= 2 or not self.two_phases
+        in_one_phase = group.size <= 2 or not self.two_phases or group.may_lose_replicas
         exchange = self._one_phase if in_one_phase else self._two_phases
         total, total_values, errors, finite = exchange(payload, values, group)
 

@@ -39,6 +39,14 @@ class Group(ABC):
         """Whether `tfdist.utils.sum_copies` says how much a replica sends in a sum."""
         return False
 
+    @property
+    def may_lose_replicas(self) -> bool:
+        """Whether replicas may be lost, whose tensors are then zeros: so nothing depends on what one of them computes.
+
+        Then there is no `exchange`.
+        """
+        return False
+
     @abstractmethod
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates the replicas' `tensor`, of rank 1 or more, along axis 0 in the order of their positions.

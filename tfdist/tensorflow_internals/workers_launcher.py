@@ -19,11 +19,13 @@ class GroupLauncher(CollectiveReplicaLauncher):
 
     Attributes:
         reduces_and_scatters: Whether there is a `reduce_scatter`.
+        may_lose_replicas: Whether replicas may be lost, whose tensors are then zeros.
         sends_short_sums_at_once: Whether each replica sends short tensors to all others, who add them.
     """
 
     reduces_and_scatters = False
     sends_short_sums_at_once = False
+    may_lose_replicas = False
 
     @property
     def size(self) -> int:
@@ -54,6 +56,7 @@ class WorkersLauncher(GroupLauncher):
     def __init__(self, boundary: Any, keys: Any, device: str, options: Any, in_background: int | None = None) -> None:
         super().__init__(0, boundary.size, keys, device, options)
         self._boundary, self._in_background = boundary, in_background
+        self.may_lose_replicas = boundary.run_alone is not None
 
     def sum(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
         """Sums the replicas' tensors, which have the same shape."""
