@@ -64,6 +64,7 @@ $(STAMP): $(MADE_FROM)
 demo: $(STAMP)
 	$(BIN)/tfdist run --workers $(WORKERS) examples/digits.py
 	$(BIN)/python examples/recovery.py --epochs 3
+	$(BIN)/python examples/elastic.py
 
 # Two processes, because most tests wait for processes that they started. The tests of a file run in one process. Files
 # run in the order of the tree: the default order runs files of few, slow tests last, when one process waits for the other.
