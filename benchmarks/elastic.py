@@ -1,0 +1,181 @@
+"""Measures elastic training: what it costs without faults, and what losses and joins of workers cost.
+
+    python benchmarks/elastic.py                   all parts: 15 minutes on two cores
+    python benchmarks/elastic.py --parts cost      steps with and without `--elastic`, in turns; two workers
+    python benchmarks/elastic.py --parts faults    three workers, of which one after the other is killed and joins again
+    python benchmarks/elastic.py --from-json       prints and draws the last results again
+
+*cost*: the median time from the end of a step to the end of the next, in runs that alternate.
+
+*faults*: the time from a kill to the end of the next step of the others, beyond a usual step; from the moment in which
+a new process is ready to its first step with rows of its own; the slowest step of the others meanwhile; and the part of
+the run in which steps were made that count, beside the same faults under `tfdist run --max-restarts` with
+`FailureRecovery`, which saves every ten steps.
+
+Writes `elastic.json` and `elastic.png` to `benchmarks/results`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from elastic_run.worker import _MILLION
+from network_run.machine import machine_info
+
+_ROOT = Path(__file__).parent
+_FILE = _ROOT / "results" / "elastic.json"
+_WORKER = _ROOT / "elastic_run" / "worker.py"
+_WARM_UP_STEPS = 10
+_COSTS = {"10 M parameters": (10 * _MILLION, 60), "steps of 5 ms": (20_000, 400)}
+_ELASTIC, _RESTARTS = "elastic", "restarts"
+
+Event = tuple[str, int, int, list[int], float]  # kind, rank, step, ranks that train, time in seconds since 1970
+
+
+def run(workers: int, options: list[str], **training: Any) -> tuple[list[Event], str]:
+    """Runs a training; returns its events in the order of time, and the output of the launcher."""
+    settings = {"kills": [], "pause_seconds": 0.0, "saves_every": 0, **training}
+    paths = os.pathsep.join(map(str, (_ROOT, _ROOT.parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
+        command += [str(_WORKER), folder, json.dumps(settings)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        events = [json.loads(line) for file in Path(folder).glob("*.jsonl") for line in file.read_text().splitlines()]
+    return sorted(events, key=lambda event: event[4]), done.stderr
+
+
+def step_times(events: list[Event], rank: int) -> list[float]:
+    """Returns the times between ends of steps of a rank, in seconds, after the warm-up."""
+    ends = [event[4] for event in events if event[0] == "step" and event[1] == rank]
+    return [later - earlier for earlier, later in zip(ends[_WARM_UP_STEPS:], ends[_WARM_UP_STEPS + 1 :], strict=False)]
+
+
+def measure_cost(rounds: int) -> dict[str, Any]:
+    """Returns the median step times without and with `--elastic`, by model and round, in milliseconds."""
+    results: dict[str, Any] = {}
+    for name, (parameters, steps) in _COSTS.items():
+        pairs = []
+        for _ in range(rounds):
+            plain, _ = run(2, [], parameters=parameters, steps=steps)
+            elastic, _ = run(2, ["--elastic", "1"], parameters=parameters, steps=steps)
+            pairs.append([1000 * statistics.median(step_times(events, 0)) for events in (plain, elastic)])
+            print(f"  {name}: {pairs[-1][0]:.2f} ms, elastic {pairs[-1][1]:.2f} ms", file=sys.stderr, flush=True)
+        results[name] = pairs
+    return results
+
+
+def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[str, Any]:
+    """Returns what faults have cost in an elastic run, and the events of both runs."""
+    spacing = round(9 / pause_seconds)  # a new process needs some seconds to start
+    faults = [[20 + number * spacing, number % 3] for number in range(kills)]
+    training = {"parameters": parameters, "steps": 20 + kills * spacing, "kills": faults}
+    training["pause_seconds"] = pause_seconds
+    elastic, output = run(3, ["--elastic", "1"], **training)
+    restarts, _ = run(3, ["--max-restarts", str(kills)], saves_every=10, **training)
+    usual = statistics.median(step_times(elastic, 1) + step_times(elastic, 2))
+    pauses, joins, slowest = [], [], []
+    for kill in (event for event in elastic if event[0] == "kill"):
+        later = [event for event in elastic if event[0] == "step" and event[1] != kill[1] and event[2] > kill[2]]
+        pauses.append(later[0][4] - kill[4] - usual)
+        of_rank = [event for event in elastic if event[1] == kill[1] and event[4] > kill[4]]
+        ready = next((event[4] for event in of_rank if event[0] == "ready"), None)
+        first = next((event[4] for event in of_rank if event[0] == "step" and event[3]), None)
+        if ready is not None and first is not None:
+            joins.append(first - ready)
+            ends = [e[4] for e in elastic if e[0] == "step" and e[1] == (kill[1] + 1) % 3 and ready < e[4] < first + 1]
+            slowest.append(max(later - earlier for earlier, later in zip(ends, ends[1:], strict=False)))
+    return {
+        "parameters": parameters,
+        "usual_step_ms": 1000 * usual,
+        "pauses_ms": [1000 * pause for pause in pauses],
+        "joins_ms": [1000 * join for join in joins],
+        "slowest_steps_ms": [1000 * step for step in slowest],
+        "launcher": output.strip().splitlines()[-1],
+        "goodput": {_ELASTIC: goodput(elastic, usual), _RESTARTS: goodput(restarts, usual)},
+        "curves": {_ELASTIC: curve(elastic), _RESTARTS: curve(restarts)},
+        "kills": [event[4] - elastic[0][4] for event in elastic if event[0] == "kill"],
+    }
+
+
+def curve(events: list[Event]) -> list[list[float]]:
+    """Returns when a step was first made, in seconds since the first event."""
+    first: dict[int, float] = {}
+    for kind, _, step, _, at in events:
+        if kind == "step":
+            first.setdefault(step, at - events[0][4])
+    return [[at, step] for step, at in sorted(first.items())]
+
+
+def goodput(events: list[Event], usual: float) -> float:
+    """Returns which part of the time from the first to the last step the steps would have taken without faults."""
+    points = curve(events)
+    return (len(points) - 1) * usual / (points[-1][0] - points[0][0])
+
+
+def report(results: dict[str, Any]) -> None:
+    """Prints the results as tables."""
+    if "cost" in results:
+        print("\n| two workers | step | elastic | ratio, median of rounds |\n|---|---|---|---|")
+        for name, pairs in results["cost"].items():
+            plain, elastic = (statistics.median(column) for column in zip(*pairs, strict=True))
+            ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+            print(f"| {name} | {plain:.2f} ms | {elastic:.2f} ms | {ratio:.3f} |")
+    for faults in results.get("faults", []):
+        print(f"\nThree workers, {faults['parameters']:,} parameters, a usual step {faults['usual_step_ms']:.0f} ms")
+        print("\n| | median | largest | number |\n|---|---|---|---|")
+        names = {"pauses_ms": "kill to the next step", "joins_ms": "ready to first rows"}
+        for key, name in {**names, "slowest_steps_ms": "slowest step of the others during a join"}.items():
+            values = faults[key]
+            print(f"| {name} | {statistics.median(values):.0f} ms | {max(values):.0f} ms | {len(values)} |")
+        shares = faults["goodput"]
+        print(f"\nGoodput {shares[_ELASTIC]:.1%}; with restarts {shares[_RESTARTS]:.1%}. {faults['launcher']}")
+
+
+def draw(results: dict[str, Any]) -> None:
+    """Draws steps over time."""
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    faults = results["faults"][0]
+    for name, points in faults["curves"].items():
+        axes.plot(*zip(*points, strict=True), label=name)
+    for number, at in enumerate(faults["kills"]):
+        axes.axvline(at, color="grey", linewidth=0.8, linestyle=":", label=None if number else "a worker is killed")
+    axes.set(xlabel="seconds", ylabel="steps", title="The same faults with and without restarts")
+    axes.legend()
+    figure.savefig(_FILE.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    """Measures, or reads the last results, and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["cost", "faults"], default=["cost", "faults"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--from-json", action="store_true")
+    arguments = parser.parse_args()
+    results = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+    if not arguments.from_json:
+        results["machine"] = machine_info()
+        if "cost" in arguments.parts:
+            results["cost"] = measure_cost(arguments.rounds)
+        if "faults" in arguments.parts:
+            results["faults"] = [
+                measure_faults(arguments.kills, _MILLION, 0.05),
+                measure_faults(2, 10 * _MILLION, 0.05),
+            ]
+        _FILE.write_text(f"{json.dumps(results, indent=1)}\n")
+    report(results)
+    draw(results)
+
+
+if __name__ == "__main__":
+    main()

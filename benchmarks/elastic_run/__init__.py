@@ -1,0 +1,1 @@
+"""The workers of `benchmarks/elastic.py`."""
