@@ -1,0 +1,100 @@
+"""What does not work with `elastic` is refused, row by row of the table in `docs/elastic.md`."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist.callbacks import FailureRecovery
+from tfdist.elastic.elastic_fit import reject_recovery
+from tfdist.launch.cli.main import main
+from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy
+from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
+
+_PAGE = Path(__file__).parents[2] / "docs" / "elastic.md"
+_NCCL = tf.distribute.experimental.CommunicationOptions(
+    implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
+)
+
+
+def _strategy(**options):
+    MultiWorkerMirroredStrategy(elastic=True, **options)
+
+
+def _training(**attributes):
+    training = object.__new__(ElasticTraining)
+    vars(training).update(attributes)
+    return training
+
+
+def _custom_loop(_):
+    _training(_transactions=SimpleNamespace(is_running=False)).check_runs_in_step()
+
+
+def _own_data(_):
+    strategy = object.__new__(MultiWorkerMirroredStrategy)
+    vars(strategy).update(row_shares=object())
+    strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(3))
+
+
+def _accumulation(_):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    _training().step_function(model, "train", lambda iterator: None)
+
+
+# By the row of the table: what is refused, and what the message says.
+_REFUSED = {
+    "custom training loops": (_custom_loop, "Received: `strategy.run` in a loop of the program"),
+    "`distribute_datasets_from_function`": (_own_data, "`load_balancing`, `shares` and `elastic`"),
+    "`shard_optimizer_state=True`": (
+        lambda _: _strategy(shard_optimizer_state=True),
+        "`shard_optimizer_state` does not work with `elastic`: the parts of a lost worker would be lost",
+    ),
+    "`load_balancing=True`": (
+        lambda _: _strategy(load_balancing=True),
+        "`load_balancing` does not work with `elastic`: shares follow the speeds of a fixed group",
+    ),
+    "`LocalSGD`": (lambda _: _strategy(mode=LocalSGD(sync_every=2)), "Received: mode=LocalSGD"),
+    "`DiLoCo`": (lambda _: _strategy(mode=DiLoCo(sync_every=2)), "Received: mode=DiLoCo"),
+    "`gradient_accumulation_steps`": (_accumulation, "an optimizer that accumulates over 2 micro-steps"),
+    "workers with different numbers of devices": (
+        lambda _: ElasticTraining(SimpleNamespace(replicas_of_workers=(1, 2))),
+        r"Received: \[1, 2\] devices, by rank",
+    ),
+    "`FailureRecovery`": (lambda folder: reject_recovery([FailureRecovery(folder)]), "Received: FailureRecovery in"),
+    "`BackupAndRestore`": (
+        lambda folder: reject_recovery([keras.callbacks.BackupAndRestore(folder)]),
+        "Received: BackupAndRestore in the callbacks",
+    ),
+    "NCCL": (lambda _: check_elastic_options(communication_options=_NCCL), "NCCL has a fixed group of workers"),
+}
+_REFUSED_BY_THE_COMMAND = "`tfdist run --nodes`"
+
+
+def test_the_table_of_the_page_names_what_is_refused():
+    rows = re.findall(r"^\| ([^|]+) \| error \|", _PAGE.read_text(), re.MULTILINE)
+    assert sorted(row.split(",")[0] for row in rows) == sorted([*_REFUSED, _REFUSED_BY_THE_COMMAND])
+
+
+@pytest.mark.parametrize("row", _REFUSED)
+def test_it_is_refused_with_what_to_do(row, tmp_path):
+    refused, message = _REFUSED[row]
+    with pytest.raises(ValueError, match=message) as raised:
+        refused(str(tmp_path))
+    assert "Expected: " in str(raised.value)
+
+
+def test_the_command_refuses_several_hosts(capsys):
+    assert main(["run", "--workers", "2", "--elastic", "1", "--nodes", "2", __file__]) == 2
+    assert "--elastic is for one host" in capsys.readouterr().err
+
+
+def test_it_may_be_turned_off_for_a_script_that_elastic_runs_start(monkeypatch):
+    monkeypatch.setenv("TFDIST_ELASTIC", "1")
+    with pytest.raises(ValueError, match="`load_balancing` does not work with `elastic`"):
+        MultiWorkerMirroredStrategy(load_balancing=True)
+    MultiWorkerMirroredStrategy(load_balancing=True, elastic=False)
