@@ -9,8 +9,7 @@ import tensorflow as tf
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.elastic.elastic_fit import ElasticFit
 from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
-from tfdist.keras_internals.model_state import OptimizerState, components, model_variables, optimizers_of
-from tfdist.recovery.random_generators import generator_variables
+from tfdist.elastic.step_variables import check_updates, variables_of_steps
 from tfdist.strategies import exchange_start
 from tfdist.training.metric_totals import MetricTotals
 
@@ -99,7 +98,7 @@ class ElasticTraining:
         if name == "predict":
             return lambda data: self._transactions.run(lambda: function(data), NOTHING)
         if name == "train":
-            _check_updates(model)
+            check_updates(model)
         written = WrittenVariables(lambda: self._variables_of(model))
 
         def run_steps(iterator: Any) -> Any:
@@ -130,25 +129,6 @@ class ElasticTraining:
         self.metric_totals.divide(is_first=False)
 
     def _variables_of(self, model: Any) -> list[Any]:
-        found = [variable.variable for variable in model_variables(model)]
-        found += model.metrics_variables
-        for optimizer in optimizers_of(model):
-            found += OptimizerState(optimizer).variables
         strategy: Any = self._strategy()
-        return [one for variable in found for one in components(strategy, variable)] + [
-            strategy.row_shares.state,
-            *self.metric_totals.variables,
-            *strategy.compression_state.variables,
-            *generator_variables().values(),
-        ]
-
-
-def _check_updates(model: Any) -> None:
-    for optimizer in optimizers_of(model):
-        steps = OptimizerState(optimizer).accumulation_steps
-        if steps > 1:
-            raise ValueError(
-                "Accumulated gradients of a lost worker would be lost with it. Received: an optimizer that accumulates "
-                f"over {steps} micro-steps, under a strategy with `elastic`. Expected: an update in each step. Use "
-                "`MultiWorkerMirroredStrategy(micro_batches=...)`, which divides a step, or larger batches."
-            )
+        others = [self._row_shares.state, *self.metric_totals.variables, *strategy.compression_state.variables]
+        return variables_of_steps(model) + others

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from tfdist.keras_internals.call_frames import is_within_call_of_fit
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
@@ -218,8 +219,8 @@ class CommunicationProgressBar(keras.callbacks.ProgbarLogger):
         return {**(logs or {})} if self._per_step is None else {**(logs or {}), _LABEL: self._per_step}
 
 
-def patch_progress_bar() -> None:
-    """Makes `fit`, `evaluate` and `predict` show a `CommunicationProgressBar`, on the chief alone.
+def patch_lists_of_callbacks() -> None:
+    """Adds the callbacks of strategies to `fit`, and shows a `CommunicationProgressBar`, on the chief alone.
 
     A `keras.callbacks.ProgbarLogger` in the user's list of callbacks is left unchanged: every worker shows it then.
     """
@@ -236,6 +237,8 @@ def _create(
     **params: Any,
 ) -> None:
     strategy: Any = getattr(model, "distribute_strategy", None)
+    if is_within_call_of_fit(model) and (added := hooks_of(strategy).fit_callbacks(strategy)):
+        callbacks = [*keras.tree.flatten(callbacks or []), *added]
     sent_bytes, bars = hooks_of(strategy).sent_bytes, keras.callbacks.ProgbarLogger
     has_bar = any(isinstance(callback, bars) for callback in keras.tree.flatten(callbacks or []))
     if not add_progbar or has_bar or sent_bytes is None:

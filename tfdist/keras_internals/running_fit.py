@@ -1,22 +1,14 @@
 """The running `fit` of a model: its epoch iterator, its first epoch, the logs of an epoch without steps."""
 
-import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-import keras
-
+from tfdist.keras_internals.call_frames import callers, is_call
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
-from tfdist.patches import patch
-from tfdist.strategy_hooks import hooks_of
-
-_FIT = inspect.unwrap(keras.Model.fit).__code__
-_WRAPPERS = 8  # more than there are around the list of callbacks
 
 
 class RunningFit:
@@ -147,44 +139,6 @@ def _end_fit_of(model: Any) -> None:
 def _end(running: RunningFit) -> None:
     _running.fits.remove(running)
     running.end()
-
-
-@patch
-def patch_callbacks_of_fit() -> None:
-    """Adds the callbacks of strategies to those of each `fit`."""
-    wrap_callback_list("__init__", _add_callbacks)
-
-
-def _add_callbacks(
-    call: Callable[..., None],
-    callback_list: Any,
-    callbacks: Any = None,
-    add_history: bool = False,
-    add_progbar: bool = False,
-    model: Any = None,
-    **params: Any,
-) -> None:
-    strategy: Any = getattr(model, "distribute_strategy", None)
-    if is_within_call_of_fit(model) and (added := hooks_of(strategy).fit_callbacks(strategy)):
-        callbacks = [*keras.tree.flatten(callbacks or []), *added]
-    call(callbacks, add_history, add_progbar, model, **params)
-
-
-def is_within_call_of_fit(model: Any) -> bool:
-    """Whether `fit` of a model has called the caller, or the wrappers around it."""
-    return any(is_call(frame, _FIT, model) for frame in islice(callers(sys._getframe(1)), _WRAPPERS))
-
-
-def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields a frame and those that have called it, the outermost last."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def is_call(frame: FrameType, code: CodeType, owner: Any) -> bool:
-    """Whether `frame` runs `code` as a method of `owner`."""
-    return frame.f_code is code and code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is owner
 
 
 def _code_of_caller(model: Any) -> CodeType | None:

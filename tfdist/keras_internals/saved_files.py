@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.call_frames import is_within_call_of_fit
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
-from tfdist.keras_internals.running_fit import is_within_call_of_fit
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of

@@ -2,13 +2,12 @@
 
 from tfdist.keras_internals.compiled_calls import patch_auto_jit_compile, patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
-from tfdist.keras_internals.keras_callbacks import patch_ends_of_loops, patch_progress_bar
+from tfdist.keras_internals.keras_callbacks import patch_ends_of_loops, patch_lists_of_callbacks
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import patch_predictions
 from tfdist.keras_internals.optimizers import patch_optimizers
 from tfdist.keras_internals.placed_variables import patch_variable_creation
 from tfdist.keras_internals.rematerialization import patch_rematerialization
-from tfdist.keras_internals.running_fit import patch_callbacks_of_fit
 from tfdist.keras_internals.saved_files import patch_saving
 from tfdist.keras_internals.scheduled_training import patch_embedding_layers, patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.seed_generators import patch_seed_generators
@@ -48,6 +47,5 @@ def patch_keras(strategy_class: type, hooks: StrategyHooks) -> None:
     patch_predictions()
     patch_loops_over_epochs()
     patch_ends_of_loops()
-    patch_callbacks_of_fit()
     patch_symbolic_build()
-    patch_progress_bar()
+    patch_lists_of_callbacks()

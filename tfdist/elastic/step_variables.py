@@ -1,0 +1,31 @@
+"""The variables that a step of a model may write, on this worker."""
+
+from typing import Any
+
+from tfdist.keras_internals.model_state import OptimizerState, components, model_variables, optimizers_of
+from tfdist.recovery.random_generators import generator_variables
+
+
+def variables_of_steps(model: Any) -> list[Any]:
+    """Returns the `tf.Variable`s of a model, its metrics, its optimizers and the global random generators."""
+    found = [variable.variable for variable in model_variables(model)] + model.metrics_variables
+    for optimizer in optimizers_of(model):
+        found += OptimizerState(optimizer).variables
+    of_replicas = [one for variable in found for one in components(model.distribute_strategy, variable)]
+    return [*of_replicas, *generator_variables().values()]
+
+
+def check_updates(model: Any) -> None:
+    """Refuses optimizers that accumulate gradients over several steps.
+
+    Raises:
+        ValueError: One does.
+    """
+    for optimizer in optimizers_of(model):
+        steps = OptimizerState(optimizer).accumulation_steps
+        if steps > 1:
+            raise ValueError(
+                "Accumulated gradients of a lost worker would be lost with it. Received: an optimizer that accumulates "
+                f"over {steps} micro-steps, under a strategy with `elastic`. Expected: an update in each step. Use "
+                "`MultiWorkerMirroredStrategy(micro_batches=...)`, which divides a step, or larger batches."
+            )
