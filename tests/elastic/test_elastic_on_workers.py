@@ -38,6 +38,7 @@ def test_the_run_ends_without_an_error_and_counts_losses(elastic_run):
     output = elastic_run.assert_complete().output
     assert "4 workers lost, 4 joined" in output, output[-3000:]
     assert "worker 1 left, as it was asked to" in output, output[-3000:]
+    assert output.count("has joined the others") == 4, output[-3000:]
 
 
 @pytest.mark.parametrize("name", elastic_fits.FITS)

@@ -301,7 +301,8 @@ class WorkerSupervisor:
     def _observe_training(self) -> None:
         step = self._monitor.step
         progress = self._monitor.fit, -1 if step is None else step
-        self._elastic.observe(self._monitor.trained_ranks, progress, now=time.monotonic())
+        for rank in self._elastic.observe(self._monitor.trained_ranks, progress, now=time.monotonic()):
+            self._console.say(f"{self._roles[rank].name} has joined the others")
 
     def _end_waiting_workers(self) -> None:
         """Ends workers that were restarted and have not joined the others before these have ended."""

@@ -66,16 +66,20 @@ class ElasticWorkers:
             worker.starts += 1
             worker.started_at, worker.is_running, worker.has_trained = now, True, False
 
-    def observe(self, trained_ranks: Collection[int], progress: tuple[int, int], *, now: float) -> None:
-        """Takes the state of the training.
+    def observe(self, trained_ranks: Collection[int], progress: tuple[int, int], *, now: float) -> list[int]:
+        """Takes the state of the training; returns the workers that have joined the others since the last call.
 
         Args:
             trained_ranks: The workers whose present process has made a step.
             progress: Number of the `fit` and its last step, of any worker.
             now: The time.
         """
+        joined = []
         for rank, worker in self._workers.items():
-            worker.has_trained = worker.is_running and rank in trained_ranks
+            trains = worker.is_running and rank in trained_ranks
+            if trains and worker.is_waiting:
+                joined.append(rank)
+            worker.has_trained = trains
             loss = worker.loss
             if loss is None or now - loss.at < _LATE_HEARTBEATS_SECONDS:
                 continue
@@ -83,6 +87,7 @@ class ElasticWorkers:
                 loss.progress = progress
             elif progress > loss.progress:
                 worker.loss = None
+        return joined
 
     def record_exit(self, ended: WorkerExit, *, now: float) -> bool:
         """Records that a worker was lost, or could not be started; returns whether enough workers are left."""
