@@ -1,7 +1,7 @@
 """Steps that are written on all workers that go on, or on none: what was written is taken back if one is lost.
 
-A worker that joins repeats the steps of the others with their sums in place of exchanges, without rows of its own, until
-it is one of them.
+A worker that joins repeats the steps of the others with their sums in place of exchanges, without rows of its own,
+until it is one of them.
 """
 
 import time
@@ -18,6 +18,7 @@ from tfdist.membership.state_transfer import StateReceiver
 from tfdist.utils.temporary_values import setting_attributes
 
 _STEPS_THAT_CREATE = 2
+_LAST_SECONDS = 3.0  # for which a worker whose donor is lost may still be taken in
 _Result = TypeVar("_Result")
 
 
@@ -73,7 +74,7 @@ class StepTransactions:
         connect: Callable[[View], None],
     ) -> None:
         self._group, self._failure, self._connect = group, failure, connect
-        self._view = group.membership.view
+        self._view = group.connected_view
         self._receiver: StateReceiver | None = None
         self._is_running = False
         self.lost_workers = self.joined_workers = self.repeated_steps = 0
@@ -103,6 +104,8 @@ class StepTransactions:
 
         Raises:
             ExchangeError: This worker cannot go on: see `Membership.wait_for_view`.
+            JoinError: It repeats steps, and the worker that sends them is lost, or no worker that trains is left.
+            ReplayError: It repeats steps, and makes other exchanges than the others.
         """
         if self.is_alone:
             return self._attempt(step)
@@ -122,7 +125,7 @@ class StepTransactions:
                 self._group.membership.report_failure(self._view, lost.rank)
                 del error
             else:
-                if self._group.membership.commit():
+                if self._group.membership.commit(self._view):
                     self._pass_on()
                     return result
                 written.take_back(before)
@@ -148,17 +151,25 @@ class StepTransactions:
         Otherwise this worker is one of them from this step on.
         """
         membership = self._group.membership
-        membership.wait_to_join(lambda: receiver.has_step)
-        if not membership.is_member:
-            return True
-        self._group.log.replay(None)
-        self._receiver = None
-        receiver.close()
-        return False
+
+        def is_lost() -> bool:
+            return bool(receiver.failure) or receiver.donor not in membership.donors
+
+        membership.wait_to_join(lambda: receiver.has_step or is_lost())
+        if is_lost() and not receiver.has_step:
+            # The others may take it in with the steps that it has.
+            membership.wait_to_join(lambda: receiver.has_step, _LAST_SECONDS)
+        if membership.is_member:
+            self._group.log.replay(None)
+            self._receiver = None
+            receiver.close()
+            return False
+        if not receiver.has_step:
+            receiver.close()
+            raise JoinError(f"worker {receiver.donor}, which sends its state, is lost ({receiver.failure or 'silent'})")
+        return True
 
     def _replayed(self, receiver: StateReceiver, step: Callable[[], _Result]) -> _Result:
-        if receiver.failure:
-            raise JoinError(f"the worker that sent its state is lost ({receiver.failure})")
         number, results = receiver.next_step()
         self._group.log.replay(results)
         result = self._attempt(step)

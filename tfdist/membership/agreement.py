@@ -6,8 +6,8 @@ It has no thread, no connection and no clock of its own, so tests can run every 
    commits the step.
 2. A change: who loses a worker, or hears of a loss, promises nothing yet, and waits for a proposal of the oldest member
    that it hears. That member sends `prepare` with a new ballot; the others `promise` it, with a report. From then on
-   they commit nothing in their view. It decides (`decisions.decide`) and sends `accept`; when all members of the next view
-   have accepted, it sends `install`, and `exclude` to the others.
+   they commit nothing in their view. It decides (`decisions.decide`) and sends `accept`; when all members of the next
+   view have accepted, it sends `install`, and `exclude` to the others.
 3. If the proposer, or one whom it has chosen, is lost meanwhile: again from 2 with a higher ballot.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 
 from tfdist.membership.decisions import NO_VIEW, Ballot, Decision, NoMajority, Report, View, decide
 
-_ANSWER_SECONDS = 2.0  # how long a proposer waits for a worker that it hears
 _REPEAT_SECONDS = 0.3
+_REPLAY_SECONDS = 30.0  # how long a proposer waits for a worker that joins, and repeats its last steps
+_REFUSED_SECONDS = 2.0  # for which a worker that could not be taken in is not asked again
 
 Send = Callable[[int, dict[str, Any]], None]
 
@@ -31,6 +32,7 @@ class Agreement:
         send: Sends a message to a worker. Messages between two workers keep their order, or the connection ends.
         ranks: The number of ranks. The rank of a worker is the remainder of its number; no two members have the same.
         committed: The last step of which this worker has the state.
+        answer_seconds: How long a proposer waits for a worker that it hears, and that may not hear it.
 
     Attributes:
         view: The view in which this worker trains.
@@ -40,14 +42,20 @@ class Agreement:
         is_excluded: Whether the others go on without it.
         obstacle: Why nothing can be decided at the moment; `None` otherwise.
         joining: Workers that join, and the last step that they have.
+        refusals: How often the others have gone on without this worker, which joins.
     """
 
-    def __init__(self, own: int, view: View, send: Send, *, ranks: int, committed: int = 0) -> None:
+    def __init__(
+        self, own: int, view: View, send: Send, *, ranks: int, committed: int = 0, answer_seconds: float = 2.0
+    ) -> None:
         self.own, self.view, self.committed = own, view, committed
         self.is_ready = self.is_changing = self.is_excluded = False
         self.obstacle: NoMajority | None = None
         self.joining: dict[int, int] = {}
-        self._send_to, self._ranks = send, ranks
+        self.refusals = 0
+        self._send_to, self._ranks, self._answer_seconds = send, ranks, answer_seconds
+        self._now = 0.0
+        self._refused_until: dict[int, float] = {}
         self._connected = set(view.members)
         self._promised: Ballot = view.ballot
         self._highest = view.ballot[0]
@@ -56,10 +64,11 @@ class Agreement:
         self._ended: set[int] = set()
         self._silent: set[int] = set()
         self._ready: set[int] = set()  # members that have all sums of the next step
-        self._ready_in_later_views: list[tuple[int, dict[str, Any]]] = []
+        self._early_ready: list[tuple[int, dict[str, Any]]] = []  # of later steps or views
         self._plans_change = False
         # As a proposer:
         self._asked: set[int] = set()
+        self._asked_to_join: set[int] = set()
         self._reports: dict[int, Report] | None = None
         self._decision: Decision | None = None
         self._has_accepted: set[int] = set()
@@ -83,13 +92,30 @@ class Agreement:
 
     def hears(self, worker: int) -> None:
         """A worker is heard again."""
-        self._silent.discard(worker)
+        if worker in self._connected:
+            self._silent.discard(worker)
+
+    def is_heard(self, worker: int) -> bool:
+        """Returns whether there is a connection to another worker, and it is not silent."""
+        return worker in self._connected - self._silent - self._ended
 
     def does_not_hear(self, worker: int) -> None:
         """A worker is silent for too long: it is frozen, or its link is cut."""
         if worker not in self._silent and worker not in self._ended:
             self._silent.add(worker)
             self._miss(worker)
+
+    def loses_connection(self, worker: int) -> None:
+        """The connection to a worker is broken, which does not prove that its process has ended."""
+        self.joining.pop(worker, None)
+        self._connected.discard(worker)
+        self.does_not_hear(worker)
+
+    def exchange_fails(self) -> None:
+        """An exchange in this view has failed although all members are heard: they begin another view."""
+        if self.own in self.view.members and not self.is_changing:
+            self.is_changing = True
+            self._send_to_all(self.view.members, self._suspicion())
 
     def has_ended(self, worker: int) -> None:
         """The process of a worker has certainly ended."""
@@ -101,6 +127,7 @@ class Agreement:
 
     def tick(self, now: float) -> None:
         """Time has passed: repeats what may have been lost, and proposes where the proposer is lost."""
+        self._now = now
         if self.is_excluded or not self.is_changing:
             return
         leader = self._leader()
@@ -110,7 +137,7 @@ class Agreement:
                 self._repeat_at = now + _REPEAT_SECONDS
                 self._send_to(leader, self._suspicion())
             return
-        if self._reports is not None and now > self._proposed_at + _ANSWER_SECONDS:
+        if self._reports is not None and now > self._proposed_at + self._answer_seconds:
             self._give_up_waiting(now)
         if self._reports is None and now >= self._repeat_at:
             self._repeat_at, self._proposed_at = now + _REPEAT_SECONDS, now
@@ -121,6 +148,7 @@ class Agreement:
 
     def receive(self, sender: int, message: dict[str, Any], now: float) -> None:
         """Takes a message of a worker."""
+        self._now = now
         if self.is_excluded:
             return
         if "ready" in message:
@@ -138,15 +166,21 @@ class Agreement:
         elif "accept" in message and _ballot(message) != self._promised:
             self._send_to(sender, {"refuse": self._promised[0], "ballot": message["ballot"]})
         elif "accept" in message:
-            self._accepted = Decision(View.of_json(message["accept"]), int(message["step"]))
+            self._accepted, self.obstacle = Decision(View.of_json(message["accept"]), int(message["step"])), None
             self._attempts.append(self._accepted.view)
             self._answer_if_it_can(sender)
         elif "accepted" in message and self._decision is not None and _ballot(message) == self._promised:
             self._has_accepted.add(sender)
         elif "install" in message and _ballot(message) == self._promised and self._accepted is not None:
             self._install(self._accepted)
-        elif "exclude" in message and _ballot(message) > self.view.ballot and self.view != NO_VIEW:
+        elif "obstacle" in message and _ballot(message) == self._promised:
+            self.obstacle = NoMajority(*(tuple(map(int, numbers)) for numbers in message["obstacle"]))
+        elif "exclude" in message and self.view == NO_VIEW:
+            self.refusals += 1
+        elif "exclude" in message and _ballot(message) > self.view.ballot:
             self.is_excluded = True
+        elif "joins" in message and sender in self._ended:
+            self._send_to(sender, {"exclude": True, "ballot": self.view.ballot})
         elif "joins" in message:
             self.joining[sender] = int(message["joins"])
         self._proceed(now)
@@ -160,9 +194,10 @@ class Agreement:
     # Steps.
 
     def _take_ready(self, sender: int, message: dict[str, Any]) -> None:
-        if _ballot(message) > self.view.ballot:
-            self._ready_in_later_views.append((sender, message))
-        elif _ballot(message) == self.view.ballot and int(message["ready"]) == self.committed + 1:
+        ballot, step = _ballot(message), int(message["ready"])
+        if (ballot, step) > (self.view.ballot, self.committed + 1):
+            self._early_ready.append((sender, message))
+        elif (ballot, step) == (self.view.ballot, self.committed + 1):
             self._ready.add(sender)
             self._plans_change |= bool(message["plan"])
             self._commit_if_all_are_ready()
@@ -173,6 +208,12 @@ class Agreement:
             self._commit()
             if self._plans_change:
                 self.is_changing = True
+            self._take_early()
+
+    def _take_early(self) -> None:
+        early, self._early_ready = self._early_ready, []
+        for sender, message in early:
+            self._take_ready(sender, message)
 
     def _commit(self) -> None:
         self.committed += 1
@@ -189,7 +230,7 @@ class Agreement:
             self._drop_proposal()
 
     def _suspicion(self) -> dict[str, Any]:
-        return {"suspect": sorted(self._ended), "ballot": self.view.ballot}
+        return {"suspect": sorted(self._ended), "ballot": self.view.ballot, "promised": self._promised}
 
     def _take_suspicion(self, sender: int, message: dict[str, Any]) -> None:
         if _ballot(message) == self.view.ballot and sender in self.view.members:
@@ -197,6 +238,8 @@ class Agreement:
             self.is_changing = True
         elif _ballot(message) < self.view.ballot and sender not in self.view.members:
             self._send_to(sender, {"exclude": True, "ballot": self.view.ballot})
+        elif _ballot(message) < self.view.ballot and _as_ballot(message["promised"]) > self.view.ballot:
+            self.is_changing = True  # it has promised another proposal since it accepted this view: it cannot begin it
 
     def _leader(self) -> int | None:
         """Returns the oldest worker of this one's view that it hears."""
@@ -208,17 +251,20 @@ class Agreement:
 
     def _can_take_in(self) -> set[int]:
         """Returns the workers that join and are up to date, unless an earlier process of their rank may live."""
-        taken = {member % self._ranks for member in self.view.members if member not in self._ended | self._silent}
-        heard = [worker for worker in self.joining if worker not in self._silent and worker % self._ranks not in taken]
+        lost = self._ended | self._silent
+        taken = {member % self._ranks for member in self.view.members if member not in lost}
+        heard = [worker for worker in self.joining if worker not in lost and worker % self._ranks not in taken]
         newest = {worker % self._ranks: worker for worker in sorted(heard)}
-        return {worker for worker in newest.values() if self.joining[worker] >= self.committed - 1}
+        refused = {worker for worker, until in self._refused_until.items() if self._now < until}
+        return {worker for worker in newest.values() if self.joining[worker] >= self.committed - 1} - refused
 
     def _propose(self) -> None:
         self._highest = max(self._highest, self._promised[0]) + 1
         self._promised = (self._highest, self.own)
         self._accepted = None
         asked = {member for attempt in self._attempts for member in attempt.members} | set(self.view.members)
-        asked |= self._can_take_in()
+        self._asked_to_join = self._can_take_in()
+        asked |= self._asked_to_join
         self._asked = asked - {self.own} - self._ended - self._silent
         self._reports = {self.own: self._report(self._asked)}
         self._send_to_all(self._asked, {"prepare": sorted(self._asked), "ballot": self._promised})
@@ -241,12 +287,18 @@ class Agreement:
 
     def _give_up_waiting(self, now: float) -> None:
         """Goes on without workers that this one hears, and that do not answer: it may be that they do not hear it."""
-        decision, self._proposed_at = self._decision, now
+        decision, reports = self._decision, self._reports or {}
         if decision is None:
-            self._asked &= self._reports.keys() if self._reports else set()
+            self._proposed_at = now
+            self._asked &= reports.keys()
             return
-        for worker in set(decision.view.members) - self._has_accepted:
+        missing = set(decision.view.members) - self._has_accepted
+        replays = all(reports[worker].view == NO_VIEW for worker in missing)
+        if replays and now <= self._proposed_at + _REPLAY_SECONDS:
+            return
+        for worker in missing:
             self.joining.pop(worker, None)
+            self._refused_until[worker] = now + _REFUSED_SECONDS
             self._silent.add(worker)
         self._drop_proposal()
 
@@ -263,9 +315,14 @@ class Agreement:
             outcome = decide(self._promised, reports)
             if isinstance(outcome, NoMajority):
                 self.obstacle = outcome
+                obstacle = [outcome.members, outcome.present, outcome.ended]
+                self._send_to_all(reports, {"obstacle": obstacle, "ballot": self._promised})
                 return self._drop_proposal()
             if self.own not in outcome.view.members:
                 return self._drop_proposal()
+            self.obstacle = None
+            for worker in self._asked_to_join.difference(outcome.view.members):
+                self._refused_until[worker] = now + _REFUSED_SECONDS
             decision = self._decision = self._accepted = outcome
             self._attempts.append(decision.view)
             self._proposed_at = now
@@ -295,9 +352,7 @@ class Agreement:
         self.joining = {worker: step for worker, step in self.joining.items() if worker not in self.view.members}
         if self.view.members and (self._ended | self._silent) & set(self.view.members):
             self.is_changing = True  # a member was lost while the view was decided
-        early, self._ready_in_later_views = self._ready_in_later_views, []
-        for sender, message in early:
-            self._take_ready(sender, message)
+        self._take_early()
 
     def _drop_proposal(self) -> None:
         self._reports = self._decision = None
@@ -310,7 +365,11 @@ class Agreement:
 
 
 def _ballot(message: dict[str, Any]) -> Ballot:
-    number, proposer = message["ballot"]
+    return _as_ballot(message["ballot"])
+
+
+def _as_ballot(value: Any) -> Ballot:
+    number, proposer = value
     return int(number), int(proposer)
 
 

@@ -54,3 +54,18 @@ class JoinError(ExchangeError):
             f"This worker cannot join the training. Received: {reason}. Expected: a worker that trains sends its "
             "state. If others train still, start this worker again; if not, the training has ended."
         )
+
+
+class LeftWorkersError(ExchangeError):
+    """This worker has left the others, or its connections to them have failed, and it trains on.
+
+    Args:
+        reason: Why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"This worker has left the others. Received: a step, or a wait for the others, after {reason}. Expected: "
+            "steps while the program runs, and none in other threads when it ends. Start this worker again, and it "
+            "joins the others."
+        )
