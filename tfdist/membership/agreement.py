@@ -225,17 +225,23 @@ class Agreement:
         if worker in self.view.members:
             self.is_changing = True
             self._send_to_all(self.view.members, self._suspicion())
-        decision = self._decision
-        if decision is not None and worker in decision.view.members:
+        self._drop_decision_with(worker)
+
+    def _drop_decision_with(self, worker: int) -> None:
+        """Proposes again if a worker is lost that has been chosen."""
+        if self._decision is not None and worker in self._decision.view.members:
             self._drop_proposal()
+            self._repeat_at = 0.0
 
     def _suspicion(self) -> dict[str, Any]:
         return {"suspect": sorted(self._ended), "ballot": self.view.ballot, "promised": self._promised}
 
     def _take_suspicion(self, sender: int, message: dict[str, Any]) -> None:
         if _ballot(message) == self.view.ballot and sender in self.view.members:
-            self._ended.update(map(int, message["suspect"]))
             self.is_changing = True
+            for worker in set(map(int, message["suspect"])) - self._ended:
+                self._ended.add(worker)
+                self._drop_decision_with(worker)
         elif _ballot(message) < self.view.ballot and sender not in self.view.members:
             self._send_to(sender, {"exclude": True, "ballot": self.view.ballot})
         elif _ballot(message) < self.view.ballot and _as_ballot(message["promised"]) > self.view.ballot:
@@ -310,8 +316,12 @@ class Agreement:
         if decision is None:
             for report in reports.values():
                 self._ended |= report.ended
-            if not reports.keys() >= self._asked - self._ended - self._silent:
+            lost = self._ended | self._silent
+            if not reports.keys() >= self._asked - lost:
                 return
+            # Who has answered may have been lost since. What this worker knows is newer than its report, too.
+            reports = {worker: report for worker, report in reports.items() if worker not in lost}
+            reports[self.own] = self._report(self._asked)
             outcome = decide(self._promised, reports)
             if isinstance(outcome, NoMajority):
                 self.obstacle = outcome
@@ -344,6 +354,7 @@ class Agreement:
 
     def _install(self, decision: Decision) -> None:
         self._drop_proposal()
+        self._repeat_at = 0.0
         if self.committed < decision.step:
             self._commit()
         self.is_ready = self.is_changing = self._plans_change = False

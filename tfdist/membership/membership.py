@@ -269,13 +269,14 @@ class Membership:
                 self._note_change()
 
     def close(self) -> None:
-        """Leaves: for the others this worker has ended. A thread that waits in another method gets an error."""
+        """Leaves: for the others this worker has ended. A thread that waits, here or in an exchange, gets an error."""
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
             os.eventfd_write(self._wakes, 1)
             self._changed.notify_all()
+            self._on_change()
         self._meeting.close()
         if self._thread is not None:
             self._thread.join()
@@ -303,8 +304,8 @@ class Membership:
 
     def _is_over(self) -> bool:
         """Whether exchanges in the view that this worker follows would wait in vain."""
-        agreement = self._agreed
-        return agreement.is_changing or agreement.is_excluded or agreement.view != self._followed
+        agreement, has_ended = self._agreed, self._is_closed or self._failure is not None
+        return has_ended or agreement.is_changing or agreement.is_excluded or agreement.view != self._followed
 
     def _is_connected(self, rank: int) -> bool:
         return any(number % self._ranks == rank for number in [*self._connections])
@@ -377,7 +378,7 @@ class Membership:
                 self._failure = error
                 self._close_connections()
                 self._changed.notify_all()
-                self._on_change()
+            raise
 
     def _serve_until_closed(self) -> None:
         next_beat = 0.0
