@@ -57,8 +57,14 @@ class ThreadWorker:
         before_state: Called on the thread that sends its state, before it does.
     """
 
-    def __init__(self, rank: int, addresses: list[str], **options: Any) -> None:
-        self.rank, self.addresses = rank, addresses
+    def __init__(
+        self,
+        rank: int,
+        addresses: list[str],
+        before_exchange: Callable[["ThreadWorker"], None] = lambda worker: None,
+        **options: Any,
+    ) -> None:
+        self.rank, self.addresses, self._before_exchange = rank, addresses, before_exchange
         self.options = {"token": "t", "cluster": "c", "timeout_seconds": 30.0, "silence_seconds": 20.0, **options}
         self.totals: dict[int, int] = {}
         self.last_step = 10**9
@@ -91,17 +97,19 @@ class ThreadWorker:
             self._train()
         except BaseException as error:
             self.error = error
-        if self.has_started and not self.is_stuck:
+        if hasattr(self, "exchange") and not self.is_stuck:
             self.exchange.close(has_ended=self.error is None)
+        if hasattr(self, "group") and not self.is_stuck:
             self.group.close()
 
     def _train(self) -> None:
         group = self.group = ElasticGroup(self.rank, self.addresses, offer=dict, encryption=None, **self.options)
         view = None if self.membership.has_joined_late else self.membership.view
+        self._before_exchange(self)
         self.exchange = group.exchange(view, None)
         self._ranks, self._state = list(range(len(self.addresses))), _Total()
+        transactions = self.transactions = StepTransactions(group, lambda: self.exchange.failure, self._connect)
         self.has_started = True
-        transactions = StepTransactions(group, lambda: self.exchange.failure, self._connect)
         if transactions.is_alone:
             receiver = group.ask_for_state(0)
             assert receiver is not None and receiver.state is not None

@@ -140,8 +140,9 @@ def _has_next(report: Report, step: int) -> bool:
 
 
 def _hear_each_other(reports: Mapping[int, Report]) -> list[int]:
+    """Chooses from the oldest on; workers that join are chosen last: they replace nobody who trains."""
     chosen: list[int] = []
-    for number in sorted(reports):
+    for number in sorted(reports, key=lambda number: (reports[number].view == NO_VIEW, number)):
         silent = reports[number].silent
         if not any(other in silent or number in reports[other].silent for other in chosen):
             chosen.append(number)
