@@ -226,6 +226,7 @@ def test_nothing_is_left_when_workers_have_ended() -> None:
 
     with training(2) as workers:
         workers.finish()
+    del workers  # and what its exchanges hold
     wait_until(lambda: all("tfdist" not in thread.name for thread in threading.enumerate()), "no thread")
     before = left()
     with training(3) as workers:
@@ -234,6 +235,7 @@ def test_nothing_is_left_when_workers_have_ended() -> None:
         workers.start(1)
         workers.wait_for_steps(0, 1, 2)
         workers.finish()
+    del workers
     wait_until(lambda: left() == before, f"{left()} descriptors and threads are left, and {before} were there")
 
 
@@ -395,15 +397,15 @@ def test_a_worker_that_sends_its_state_is_lost() -> None:
 
 
 def test_a_worker_that_sends_its_state_is_frozen(faults: Faults) -> None:
-    with training(3, silence_seconds=1.0) as workers:
+    with training(4, silence_seconds=1.0) as workers:
         workers.of_rank(1).kill()
-        workers.wait_for_steps(0, 2)
+        workers.wait_for_steps(0, 2, 3)
         donor, gate, asked = workers.of_rank(0), threading.Event(), threading.Event()
         donor.before_state = lambda: (asked.set(), gate.wait(60))
         workers.start(1)
         assert asked.wait(30)
-        faults.separate((0,), (1, 2))
-        workers.wait_for_steps(1, 2)
+        faults.separate((0,), (1, 2, 3))
+        workers.wait_for_steps(1, 2, 3)
         gate.set()
         workers.finish()
 

@@ -56,6 +56,10 @@ class Agreement:
         self._send_to, self._ranks, self._answer_seconds = send, ranks, answer_seconds
         self._now = 0.0
         self._refused_until: dict[int, float] = {}
+        self._leader: int | None = None
+        # Workers that are heard, and propose nothing: they may not hear this one. Until when they count as silent.
+        self._idle: dict[int, float] = {}
+        self._proposes_until = 0.0  # when the leader counts as idle
         self._connected = set(view.members)
         self._promised: Ballot = view.ballot
         self._highest = view.ballot[0]
@@ -92,7 +96,7 @@ class Agreement:
 
     def hears(self, worker: int) -> None:
         """A worker is heard again."""
-        if worker in self._connected:
+        if worker in self._connected and self._now >= self._idle.get(worker, 0.0):
             self._silent.discard(worker)
 
     def is_heard(self, worker: int) -> bool:
@@ -130,9 +134,15 @@ class Agreement:
         self._now = now
         if self.is_excluded or not self.is_changing:
             return
-        leader = self._leader()
+        leader = self._find_leader()
+        if leader != self._leader:
+            self._leader, self._proposes_until = leader, now + 2 * self._answer_seconds
         if leader != self.own:
             self._drop_proposal()
+            if leader is not None and now > self._proposes_until:
+                self._idle[leader] = now + 4 * self._answer_seconds
+                self.does_not_hear(leader)
+                return
             if now >= self._repeat_at and leader is not None:
                 self._repeat_at = now + _REPEAT_SECONDS
                 self._send_to(leader, self._suspicion())
@@ -168,6 +178,7 @@ class Agreement:
         elif "accept" in message:
             self._accepted, self.obstacle = Decision(View.of_json(message["accept"]), int(message["step"])), None
             self._attempts.append(self._accepted.view)
+            self._proposes_until = now + _REPLAY_SECONDS + self._answer_seconds
             self._answer_if_it_can(sender)
         elif "accepted" in message and self._decision is not None and _ballot(message) == self._promised:
             self._has_accepted.add(sender)
@@ -247,13 +258,13 @@ class Agreement:
         elif _ballot(message) < self.view.ballot and _as_ballot(message["promised"]) > self.view.ballot:
             self.is_changing = True  # it has promised another proposal since it accepted this view: it cannot begin it
 
-    def _leader(self) -> int | None:
+    def _find_leader(self) -> int | None:
         """Returns the oldest worker of this one's view that it hears."""
         heard = [worker for worker in self.view.members if worker not in self._ended | self._silent]
         return min([*heard, self.own]) if self.view != NO_VIEW else None
 
     def _is_oldest(self) -> bool:
-        return self._leader() == self.own
+        return self._find_leader() == self.own
 
     def _can_take_in(self) -> set[int]:
         """Returns the workers that join and are up to date, unless an earlier process of their rank may live."""
@@ -284,6 +295,7 @@ class Agreement:
             return self._send_to(sender, {"refuse": self._promised[0], "ballot": ballot})
         self._drop_proposal()
         self._promised, self._accepted, self.is_changing = ballot, None, True
+        self._proposes_until = self._now + 2 * self._answer_seconds
         self._send_to(sender, {"promise": self._report(asked).as_json(), "ballot": ballot})
         return None
 
@@ -354,7 +366,7 @@ class Agreement:
 
     def _install(self, decision: Decision) -> None:
         self._drop_proposal()
-        self._repeat_at = 0.0
+        self._repeat_at, self._leader, self._idle = 0.0, None, {}
         if self.committed < decision.step:
             self._commit()
         self.is_ready = self.is_changing = self._plans_change = False
