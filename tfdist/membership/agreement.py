@@ -272,14 +272,18 @@ class Agreement:
         taken = {member % self._ranks for member in self.view.members if member not in lost}
         heard = [worker for worker in self.joining if worker not in lost and worker % self._ranks not in taken]
         newest = {worker % self._ranks: worker for worker in sorted(heard)}
-        refused = {worker for worker, until in self._refused_until.items() if self._now < until}
-        return {worker for worker in newest.values() if self.joining[worker] >= self.committed - 1} - refused
+        up_to_date = {worker for worker in newest.values() if self.joining[worker] >= self.committed - 1}
+        return up_to_date - self._refused()
+
+    def _refused(self) -> set[int]:
+        return {worker for worker, until in self._refused_until.items() if self._now < until}
 
     def _propose(self) -> None:
         self._highest = max(self._highest, self._promised[0]) + 1
         self._promised = (self._highest, self.own)
         self._accepted = None
-        asked = {member for attempt in self._attempts for member in attempt.members} | set(self.view.members)
+        asked = {member for attempt in self._attempts for member in attempt.members} - self._refused()
+        asked |= set(self.view.members)
         self._asked_to_join = self._can_take_in()
         asked |= self._asked_to_join
         self._asked = asked - {self.own} - self._ended - self._silent

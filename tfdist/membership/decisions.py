@@ -123,8 +123,10 @@ def decide(ballot: Ballot, reports: Mapping[int, Report], lag_of_joiners: int = 
     joins = [number for number in chosen if reports[number].view == NO_VIEW]
     joins = [number for number in joins if reports[number].committed >= step - lag_of_joiners]
     if trained and all(report.view == latest and _has_next(report, step) for report in trained.values()):
-        # Workers that join cannot have this step before the others have committed it, which they do in the next view.
-        step, joins = step + 1, []
+        step += 1
+    if any(report.committed < step for report in trained.values()):
+        # They commit this step in the next view, and workers that join cannot have it before.
+        joins = [number for number in joins if reports[number].committed >= step]
     attempts = {attempt for report in reports.values() for attempt in report.attempts if attempt > latest}
     for view in [latest, *sorted(attempts)]:
         counted = [number for number in view.members if number not in ended]
