@@ -123,6 +123,8 @@ def test_everything_at_random(stride: int) -> None:
         for _ in range(8):
             group.run(group.random.randrange(600))
             choice, living = group.random.randrange(6), sorted(group.workers)
+            if not living:
+                break
             if choice == 0 and len(group.trained()) > 1:
                 group.kill(group.random.choice(living))
             elif choice == 1:

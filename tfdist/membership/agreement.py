@@ -358,8 +358,9 @@ class Agreement:
         if self._has_accepted.issuperset(decision.view.members):
             ballot = self._promised
             others = (self._asked | set(self.view.members)) - set(decision.view.members)
-            self._send_to_all(decision.view.members, {"install": True, "ballot": ballot})
+            # In this order: who sees that this worker ends, and was not told this, knows that nobody has begun.
             self._send_to_all(others, {"exclude": True, "ballot": ballot})
+            self._send_to_all(decision.view.members, {"install": True, "ballot": ballot})
             self._install(decision)
         return None
 

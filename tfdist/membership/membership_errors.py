@@ -36,8 +36,8 @@ class NoMajorityError(ExchangeError):
         super().__init__(
             f"Too few workers are left to train on. Received: of the workers {members} only "
             f"{present} hear each other, {ended} have ended, and {missing} have been "
-            f"silent for more than {seconds:g} s and may train without them. Expected: more than half of those that "
-            "have not ended, or half with the first of them. Repair the network, and restart the workers together; "
+            f"silent for more than {seconds:g} s and may train without them. Expected: more than half of them, half "
+            "with the first of them, or all that have not ended. Repair the network, and restart the workers together; "
             "with the callback FailureRecovery they resume."
         )
 
