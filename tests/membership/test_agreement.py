@@ -65,10 +65,10 @@ def test_a_worker_that_freezes_at_any_message_is_left_out(victim: int, stride: i
 @pytest.mark.parametrize("directions", ["both", "to", "from"])
 def test_a_cut_leaves_one_view(victim: int, directions: str, stride: int) -> None:
     """Also when a worker ends meanwhile, and when the cut is repaired."""
-    others = {0, 1, 2, 3} - {victim}
-    for message in _messages(SimulatedGroup(4, seed=3), 400, 3 * stride):
+    others = {0, 1, 2, 3, 4} - {victim}
+    for message in _messages(SimulatedGroup(5, seed=3), 400, 3 * stride):
         for ends in (None, min(others), max(others)):
-            group = SimulatedGroup(4, seed=3)
+            group = SimulatedGroup(5, seed=3)
             group.run_until(lambda group=group, message=message: group.sent >= message)
             group.separate({victim}, others)
             if directions != "both":
@@ -93,6 +93,21 @@ def test_of_two_halves_that_with_the_oldest_worker_trains_on(stride: int) -> Non
         assert {group.workers[number].agreement.obstacle.members for number in (1, 2)} == {(0, 1, 2, 3)}
         group.separate()
         group.run_until(lambda group=group: {*group.workers} == {0, 3})
+
+
+def test_a_worker_that_was_left_out_does_not_train_on_when_the_others_end() -> None:
+    """Of those without which it could not go on, one has ended since they went on without it."""
+    group = SimulatedGroup(3, seed=6)
+    group.run(300)
+    group.separate({0}, {1, 2})
+    group.run_until_all_train(1, 2)
+    group.kill(2)
+    group.cut = {(0, 1), (1, 0)}
+    group.run_until_all_train(1)
+    group.run_until(lambda: group.workers[0].agreement.obstacle is not None or 0 not in group.workers)
+    group.run(3000)
+    group.separate()
+    group.run_until(lambda: {*group.workers} == {1})
 
 
 @SAMPLE
