@@ -22,12 +22,13 @@ class SimulatedWorker:
 
     def __init__(self, group: "SimulatedGroup", number: int, view: View) -> None:
         self.group, self.number = group, number
-        self.agreement = Agreement(number, view, self._send, ranks=_RANKS, answer_seconds=0.5)
+        self.agreement = Agreement(number, view, self._send, ranks=_RANKS, answer_seconds=group.answer_seconds)
         self.state: list[tuple[int, int]] = []
         self.contributed: set[int] = set()  # workers whose part of the next step has arrived, in this view
         self.early: list[tuple[int, tuple[int, int], int]] = []
         self.has_contributed = False
         self.view_of_sums: tuple[int, int] | None = None
+        self.has_said = False  # that it has the sums: it does so some time after they have arrived
 
     def _send(self, worker: int, message: dict[str, Any]) -> None:
         self.group.send(self.number, worker, message)
@@ -36,6 +37,17 @@ class SimulatedWorker:
         agreement = self.agreement
         trains = self.number in agreement.view.members and not agreement.is_excluded
         return trains and not self.has_contributed and not agreement.is_changing and self.view_of_sums is None
+
+    def can_say(self) -> bool:
+        return self.view_of_sums == self.agreement.view.ballot and not self.has_said and not self.agreement.is_excluded
+
+    def say(self) -> None:
+        """Says that it has the sums, also when the view is about to end."""
+        before = self.agreement.view, self.agreement.committed
+        self.has_said = True
+        self.agreement.has_sums()
+        if self.number in self.group.workers:
+            self.follow(before)
 
     def compute(self) -> None:
         """Contributes to the next step."""
@@ -80,8 +92,7 @@ class SimulatedWorker:
         assert step == agreement.committed + 1, (self.number, sender, step, agreement.committed)
         self.contributed.add(sender)
         if self.contributed.issuperset(agreement.view.members):
-            self.view_of_sums = agreement.view.ballot
-            agreement.has_sums()
+            self.view_of_sums, self.has_said = agreement.view.ballot, False
 
     def follow(self, before: tuple[View, int]) -> None:
         """Does what follows from a change of the agreement."""
@@ -120,15 +131,18 @@ class SimulatedGroup:
     Args:
         size: The number of workers that begin.
         seed: Of the order of all events.
+        answer_seconds: See `Agreement`.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, answer_seconds: float = 0.5) -> None:
+        self.answer_seconds = answer_seconds
         self.random, self.now = random.Random(seed), 0.0
         view = View((1, 0), tuple(range(size)))
         self.queues: dict[tuple[int, int], collections.deque[dict[str, Any]]] = {}
         self.cut: set[tuple[int, int]] = set()  # senders and receivers between whom messages wait
         self.stopped: set[int] = set()
         self.heard_at: dict[tuple[int, int], float] = {}  # receiver and sender
+        self.asked_to_accept: set[int] = set()
         self.history: list[tuple[int, int]] = []  # of the state of all
         self.workers: dict[int, SimulatedWorker] = {}
         self.dead: dict[int, SimulatedWorker] = {}
@@ -188,10 +202,14 @@ class SimulatedGroup:
         """Delivers a message, computes a step, or lets time pass."""
         open_pairs = [pair for pair, queue in self.queues.items() if queue and pair not in self.cut]
         waiting = [pair for pair in open_pairs if pair[1] not in self.stopped]
-        can_compute = [w for w in self.workers.values() if w.number not in self.stopped and w.can_compute()]
+        running = [worker for worker in self.workers.values() if worker.number not in self.stopped]
+        can_compute = [worker for worker in running if worker.can_compute()]
+        can_say = [worker for worker in running if worker.can_say()]
         choice = self.random.random()
-        if waiting and choice < 0.8:
+        if waiting and choice < 0.7:
             self._deliver(*self.random.choice(sorted(waiting)))
+        elif can_say and choice < 0.85:
+            self.random.choice(can_say).say()
         elif can_compute and choice < 0.95:
             self.random.choice(can_compute).compute()
         else:
@@ -232,6 +250,8 @@ class SimulatedGroup:
         if worker is None:
             return
         worker.agreement.hears(sender)
+        if "accept" in message:
+            self.asked_to_accept.add(receiver)
         if "ended" in message:
             before = worker.agreement.view, worker.agreement.committed
             worker.agreement.has_ended(sender)

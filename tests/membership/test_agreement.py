@@ -6,7 +6,7 @@ import pytest
 from membership.simulated_group import SimulatedGroup
 
 from tfdist.membership.agreement import Agreement
-from tfdist.membership.decisions import View
+from tfdist.membership.decisions import NO_VIEW, Decision, Report, View, decide
 
 # `make test` runs a sample of what `make test-long` runs completely.
 SAMPLE = pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.long)])
@@ -40,11 +40,12 @@ def test_a_worker_that_ends_at_any_message_costs_a_step(size: int, stride: int) 
 @pytest.mark.parametrize("size", [3, 5])
 def test_two_workers_that_end_at_any_time(size: int, stride: int) -> None:
     for seed in range(0, 300, stride):
-        group = SimulatedGroup(size, seed)
+        group = SimulatedGroup(size, seed, answer_seconds=1000.0)  # nobody waits for one that has ended
         first = group.random.randrange(1, 150)
         group.kill_at = {first, first + group.random.randrange(1, 40)}
         group.run_until(lambda group=group: len(group.workers) == size - 2)
         group.run_until_all_train()
+        assert group.now < 100.0
 
 
 @SAMPLE
@@ -131,6 +132,32 @@ def test_two_workers_join_and_a_worker_ends_at_any_message(victim: int, stride: 
 
 
 @SAMPLE
+def test_two_oldest_workers_that_do_not_hear_each_other_both_propose(stride: int) -> None:
+    for message in _messages(SimulatedGroup(5, seed=7), 300, stride):
+        group = SimulatedGroup(5, seed=7)
+        group.run_until(lambda group=group, message=message: group.sent >= message)
+        group.cut = {(0, 1), (1, 0)}
+        group.run_until(lambda group=group: len(group.workers) == 4)
+        group.run_until_all_train()
+        assert not {0, 1} <= {*group.workers}
+
+
+@SAMPLE
+def test_a_view_that_was_accepted_counts_as_one_that_has_begun(stride: int) -> None:
+    for seed in range(0, 200, stride):
+        group = SimulatedGroup(5, seed)
+        group.run(300)
+        group.separate({0, 1, 2}, {3, 4})
+        group.asked_to_accept = set()
+        group.run_until(lambda group=group: 2 in group.asked_to_accept)
+        group.separate({0, 1}, {2, 3, 4})
+        group.run(2500)
+        group.separate()
+        group.run(3000)
+        group.run_until_all_train()
+
+
+@SAMPLE
 def test_everything_at_random(stride: int) -> None:
     for seed in range(0, 300, stride):
         group = SimulatedGroup(4, seed)
@@ -182,3 +209,20 @@ def test_a_worker_that_has_ended_for_the_others_learns_that_it_is_not_taken_in()
     agreement.has_sums()
     assert not agreement.joining and not agreement.is_changing
     assert [(worker, "exclude" in message) for worker, message in sent] == [(10, True)]
+
+
+def test_who_joins_takes_the_place_of_nobody() -> None:
+    view = View((2, 0), (0, 9))
+    reports = {0: Report(view), 5: Report(NO_VIEW, silent=frozenset([9])), 9: Report(view, silent=frozenset([5]))}
+    assert decide((3, 0), reports) == Decision(View((3, 0), (0, 9)), 0)
+
+
+def test_who_joins_has_the_step_that_others_commit_in_the_next_view() -> None:
+    view = View((2, 0), (0, 1))
+    reports = {
+        0: Report(view, committed=7, is_ready=True),
+        1: Report(view, committed=8),
+        5: Report(NO_VIEW, committed=7),
+    }
+    assert decide((3, 0), reports) == Decision(View((3, 0), (0, 1)), 8)
+    assert decide((3, 0), {**reports, 5: Report(NO_VIEW, committed=8)}).view.members == (0, 1, 5)

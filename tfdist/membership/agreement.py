@@ -374,6 +374,9 @@ class Agreement:
         self._repeat_at, self._leader, self._idle = 0.0, None, {}
         if self.committed < decision.step:
             self._commit()
+        # The proposer has told those that are left out; some of them may not hear it.
+        left_out = set(self.view.members).difference(decision.view.members, self._ended)
+        self._send_to_all(left_out, {"exclude": True, "ballot": decision.view.ballot})
         self.is_ready = self.is_changing = self._plans_change = False
         self._ready = set()
         self.view, self._attempts, self._accepted, self.obstacle = decision.view, [], None, None
