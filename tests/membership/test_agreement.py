@@ -102,10 +102,11 @@ def test_a_worker_that_was_left_out_does_not_train_on_when_the_others_end() -> N
     group.run(300)
     group.separate({0}, {1, 2})
     group.run_until_all_train(1, 2)
+    group.queues[2, 0].clear()  # a connection that breaks may lose what was sent
     group.kill(2)
     group.cut = {(0, 1), (1, 0)}
     group.run_until_all_train(1)
-    group.run_until(lambda: group.workers[0].agreement.obstacle is not None or 0 not in group.workers)
+    group.run_until(lambda: group.workers[0].agreement.obstacle is not None)
     group.run(3000)
     group.separate()
     group.run_until(lambda: {*group.workers} == {1})
