@@ -20,6 +20,7 @@ from tfdist.membership.state_transfer import StateReceiver
 from tfdist.utils.temporary_values import setting_attributes
 
 _STEPS_THAT_CREATE = 2
+_LAST_SECONDS = 3.0  # for which a worker whose donor is lost may still be taken in
 _Result = TypeVar("_Result")
 
 
@@ -100,7 +101,7 @@ class StepTransactions:
         self.group, self._failure, self._connect = group, failure, connect
         self._followers: list[weakref.WeakMethod[Callable[[list[int]], None]]] = []
         self.fits = 0
-        self._view = group.membership.view
+        self._view = group.connected_view
         self._receiver: StateReceiver | None = None
         self._is_running = False
         self.changes = Changes()
@@ -141,6 +142,8 @@ class StepTransactions:
 
         Raises:
             ExchangeError: This worker cannot go on: see `Membership.wait_for_view`.
+            JoinError: It repeats steps, and the worker that sends them is lost, or no worker that trains is left.
+            ReplayError: It repeats steps, and makes other exchanges than the others.
         """
         if self.is_alone:
             return self._attempt(step)
@@ -160,7 +163,7 @@ class StepTransactions:
                 self.group.membership.report_failure(self._view, lost.rank)
                 del error
             else:
-                if self.group.membership.commit():
+                if self.group.membership.commit(self._view):
                     self._pass_on()
                     return result
                 written.take_back(before)
@@ -185,17 +188,25 @@ class StepTransactions:
         Otherwise this worker is one of them from this step on.
         """
         membership = self.group.membership
-        membership.wait_to_join(lambda: receiver.has_step)
-        if not membership.is_member:
-            return True
-        self.group.log.replay(None)
-        self._receiver = None
-        receiver.close()
-        return False
+
+        def is_lost() -> bool:
+            return bool(receiver.failure) or receiver.donor not in membership.donors
+
+        membership.wait_to_join(lambda: receiver.has_step or is_lost())
+        if is_lost() and not receiver.has_step:
+            # The others may take it in with the steps that it has.
+            membership.wait_to_join(lambda: receiver.has_step, _LAST_SECONDS)
+        if membership.is_member:
+            self.group.log.replay(None)
+            self._receiver = None
+            receiver.close()
+            return False
+        if not receiver.has_step:
+            receiver.close()
+            raise JoinError(f"worker {receiver.donor}, which sends its state, is lost ({receiver.failure or 'silent'})")
+        return True
 
     def _replayed(self, receiver: StateReceiver, step: Callable[[], _Result]) -> _Result:
-        if receiver.failure:
-            raise JoinError(f"the worker that sent its state is lost ({receiver.failure})")
         number, results = receiver.next_step()
         self.group.log.replay(results)
         result = self._attempt(step)

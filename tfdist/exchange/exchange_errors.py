@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from tfdist.exchange.exchange_calls import ExchangeCall, differ_in_shape
@@ -87,6 +88,7 @@ class GroupFailure:
     def __init__(self) -> None:
         # It becomes readable when there is a failure, so that who polls wakes up.
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.left: set[int] = set()  # the workers that have ended their training in order
         self.tell: Callable[[ExchangeError], None] | None = None  # called once, before any exchange raises the failure
         self._error: ExchangeError | None = None

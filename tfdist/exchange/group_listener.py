@@ -170,6 +170,9 @@ class GroupListener:
                 take(Request(accepted, message, is_local))
         except (TransportError, OSError):
             connection.close()  # a stranger, or a worker that tries again
+        except BaseException:
+            connection.close()
+            raise
         finally:
             self._end_pending(source)
 

@@ -209,8 +209,10 @@ class GroupJoin:
         """Takes a connection of a worker of higher rank."""
         connection, message = request.connection, request.message
         rank, purpose = message.get("rank"), message.get("purpose")
-        is_known = isinstance(rank, int) and rank > self._rank and rank in self._members
-        if not is_known or purpose not in (CONTROL, *self._channels):
+        if not isinstance(rank, int) or rank <= self._rank or rank not in self._members:
+            connection.close()
+            return
+        if purpose not in (CONTROL, *self._channels):
             connection.close()
             return
         identity = self._listener.host_identity
@@ -255,7 +257,7 @@ class GroupJoin:
                     self._arrive(_Joined(peer, purpose, process, opened))
                     break
                 except (TokenRejectedError, ClusterMismatchError) as error:
-                    self._arrive(_refusal(peer, self._addresses[peer], error))
+                    self._arrive(refusal(peer, self._addresses[peer], error))
                     return
                 except (TransportError, OSError) as error:
                     self._reasons[peer] = str(getattr(error, "strerror", None) or error)
@@ -291,7 +293,8 @@ class GroupJoin:
         return arrival
 
 
-def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
+def refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
+    """Returns the error of a worker that another one does not trust."""
     return HandshakeError(
         f"Worker {peer} at {address} refused this worker. Received: {error}. Expected: the same TFDIST_TOKEN, the "
         "same addresses and the same attempt on all workers. Start all workers by one launcher, or set the same "

@@ -39,8 +39,8 @@ class ReplayError(ExchangeError):
     def __init__(self, received: str, expected: str) -> None:
         super().__init__(
             f"A worker that joins makes other exchanges than the others. Received: {received}. Expected: {expected}, "
-            "as the others at this step. All workers run the same program with the same data; make what it does after a "
-            "start independent of the worker and of the time, and start this worker again."
+            "as the others at this step. All workers run the same program with the same data; make what it does after "
+            "a start independent of the worker and of the time, and start this worker again."
         )
 
 
@@ -56,9 +56,9 @@ class ResultLog:
         self._replayed: dict[str, collections.deque[LoggedResult]] | None = None
 
     def keep(self, is_wanted: bool) -> None:
-        """Begins, or ends, to keep results."""
+        """Begins, or ends, to keep results. Those that are kept already stay."""
         with self._lock:
-            self._kept = [] if is_wanted else None
+            self._kept = (self._kept or []) if is_wanted else None
 
     def take(self) -> list[LoggedResult]:
         """Returns the results that were kept since the last call, each channel's in their order."""

@@ -98,8 +98,9 @@ def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajori
     """Decides who trains on.
 
     Those who hear each other go on if they hold a majority of the last view, and of every later one that may have
-    begun, without the workers that have ended; or half of it with its oldest worker (dynamic voting: Yeger Lotem,
-    Keidar, Dolev, PODC 1997). A step is committed if all of them have its sums; otherwise it is computed again.
+    begun; or half of it with its oldest worker (dynamic voting: Yeger Lotem, Keidar, Dolev, PODC 1997); or if they are
+    all that have not ended. While another one is silent, who has ended counts: the two may have begun a view before.
+    A step is committed if all of them have its sums; otherwise it is computed again.
 
     Args:
         ballot: The ballot of the proposal.
@@ -112,6 +113,8 @@ def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajori
     NoMajority(members=(0, 1, 2), present=(1,), ended=())
     >>> decide((2, 1), {1: Report(old, committed=7, ended=frozenset([0, 2]))})
     Decision(view=View(ballot=(2, 1), members=(1,)), step=7)
+    >>> decide((2, 0), {0: Report(old, committed=7, ended=frozenset([2]))})
+    NoMajority(members=(0, 1, 2), present=(0,), ended=(2,))
     """
     ended = frozenset().union(*(report.ended for report in reports.values()))
     chosen = _hear_each_other({number: report for number, report in reports.items() if number not in ended})
@@ -121,13 +124,15 @@ def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajori
     trained = {number: report for number, report in trained.items() if report.committed + report.is_ready >= step}
     joins = [number for number in chosen if reports[number].view == NO_VIEW]
     if trained and all(report.view == latest and _has_next(report, step) for report in trained.values()):
-        # Workers that join cannot have this step before the others have committed it, which they do in the next view.
-        step, joins = step + 1, []
+        step += 1
+    if any(report.committed < step for report in trained.values()):
+        # They commit this step in the next view, and workers that join cannot have it before.
+        joins = [number for number in joins if reports[number].committed >= step]
     attempts = {attempt for report in reports.values() for attempt in report.attempts if attempt > latest}
     for view in [latest, *sorted(attempts)]:
         counted = [number for number in view.members if number not in ended]
         present = [number for number in counted if number in trained or number in joins]
-        if not _is_quorum(present, counted):
+        if len(present) < len(counted) and not _is_quorum(present, view.members):
             gone = tuple(number for number in view.members if number in ended)
             return NoMajority(view.members, tuple(present), gone)
     return Decision(View(ballot, tuple(sorted([*trained, *joins]))), step)
@@ -138,14 +143,15 @@ def _has_next(report: Report, step: int) -> bool:
 
 
 def _hear_each_other(reports: Mapping[int, Report]) -> list[int]:
+    """Chooses from the oldest on; workers that join are chosen last: they replace nobody who trains."""
     chosen: list[int] = []
-    for number in sorted(reports):
+    for number in sorted(reports, key=lambda number: (reports[number].view == NO_VIEW, number)):
         silent = reports[number].silent
         if not any(other in silent or number in reports[other].silent for other in chosen):
             chosen.append(number)
     return chosen
 
 
-def _is_quorum(present: Collection[int], counted: Collection[int]) -> bool:
-    has_half = 2 * len(present) == len(counted) and bool(counted) and min(counted) in present
-    return 2 * len(present) > len(counted) or has_half
+def _is_quorum(present: Collection[int], members: Collection[int]) -> bool:
+    has_half = 2 * len(present) == len(members) and min(members) in present
+    return 2 * len(present) > len(members) or has_half

@@ -1,18 +1,22 @@
 """The workers of an elastic training as one of them sees them: who trains, exchanges with them, and their state."""
 
-import contextlib
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.exchange.group_listener import Encryption, GroupListener
 from tfdist.exchange.result_log import ResultLog
 from tfdist.exchange.worker_exchange import Exchange, exchange_credentials
-from tfdist.membership.decisions import View
+from tfdist.membership.decisions import NO_VIEW, View
 from tfdist.membership.membership import Membership
+from tfdist.membership.membership_errors import JoinError
 from tfdist.membership.state_transfer import StateDonor, StateReceiver
 from tfdist.transport.transport_errors import TransportError
+
+_MOST_TRIES = 20  # to get a state
+_PAUSE_SECONDS = 0.2
 
 
 class ElasticGroup:
@@ -27,8 +31,10 @@ class ElasticGroup:
         timeout_seconds: How long the others may take to start, and a worker that joins waits for a state.
         silence_seconds: The time after which a worker that says nothing counts as lost.
         encryption: Encrypts connections between hosts, if given.
+        majority_seconds: How long workers that are too few to go on wait for others.
 
     Attributes:
+        connected_view: The view of the last exchange; `NO_VIEW` for one with nobody.
         membership: Who trains.
         donor: Sends the state of this worker to those that join.
         log: Through which the results of all exchanges go.
@@ -49,12 +55,14 @@ class ElasticGroup:
         timeout_seconds: float,
         silence_seconds: float,
         encryption: Encryption | None,
+        majority_seconds: float = 10.0,
     ) -> None:
         self.rank, self.addresses, self.timeout_seconds = rank, list(addresses), timeout_seconds
         self._options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "silence_seconds": silence_seconds}
         self._token, self._cluster, self._encryption = token, cluster, encryption
         self._credentials = exchange_credentials(token, cluster)
         self._listener = GroupListener(addresses[rank], self._credentials, encryption=encryption)
+        self.connected_view = NO_VIEW
         self.log = ResultLog()
         self.donor = StateDonor(self._listener)
         try:
@@ -65,9 +73,11 @@ class ElasticGroup:
                 self._credentials,
                 offer=offer,
                 encryption=encryption,
+                majority_seconds=majority_seconds,
                 **self._options,
             )
         except BaseException:
+            self.donor.close()
             self._listener.close()
             raise
         _open_groups.add(self)
@@ -81,9 +91,12 @@ class ElasticGroup:
     def exchange(self, view: View | None, on_join: Callable[[Callable[[Exception], None]], None] | None) -> Exchange:
         """Connects with the members of a view, or with nobody.
 
-        `on_join` is that of `Exchange`, whose errors this raises.
+        `on_join` is that of `Exchange`, whose errors this raises. Without it a `WorkerLostError` says that the view has
+        ended before all have joined; and the exchange fails when the view ends.
         """
-        return Exchange(
+        is_first = on_join is None and view is not None
+        lost = WorkerLostError(self.rank, "the workers agree on others", "joining them")
+        exchange = Exchange(
             self.rank,
             self.addresses,
             members=[self.rank] if view is None else self.membership.ranks(view),
@@ -93,9 +106,13 @@ class ElasticGroup:
             listener=self._listener,
             group="alone" if view is None else f"view {view.ballot}",
             log=self.log,
-            on_join=on_join,
+            on_join=(lambda abort: self.membership.interrupt_by(lambda: abort(lost))) if is_first else on_join,
             **self._options,
         )
+        if is_first:
+            self.membership.interrupt_by(lambda: exchange.fail(lost.cause))
+        self.connected_view = view or NO_VIEW
+        return exchange
 
     def ask_for_state(self, fit: int) -> StateReceiver | None:
         """Asks the oldest worker for its state; returns it when it is there, or `None` if they are in a later fit.
@@ -103,32 +120,45 @@ class ElasticGroup:
         A worker that is lost meanwhile is replaced by the next.
 
         Raises:
-            JoinError: No worker that trains is left.
+            JoinError: No worker that trains is left, or none sends its state.
             TimeoutError: None has made a step in a `fit` in time.
         """
-        while True:
+        tries = 0
+        while tries < _MOST_TRIES:
             self.membership.wait_to_join(lambda: bool(self.membership.donors))
             for donor in self.membership.donors:
-                with contextlib.suppress(TransportError, OSError):
-                    receiver = StateReceiver(
-                        self.addresses[donor],
-                        self._credentials,
-                        fit,
-                        self.membership.notify,
-                        encryption=self._encryption,
-                    )
-                    if not self.membership.wait_to_join(lambda: receiver.has_answered, self.timeout_seconds):  # noqa: B023
-                        receiver.close()
-                        raise TimeoutError(
-                            f"Worker {donor} has not sent the state of the training in {self.timeout_seconds:g} s. "
-                            "Expected: it makes a step of `fit` in that time. See what it does, or allow more time "
-                            "with `start_timeout_seconds`."
-                        )
-                    if receiver.state is not None:
-                        return receiver
-                    receiver.close()
-                    if receiver.later_fit is not None:
-                        return None
+                tries += 1
+                receiver = self._receiver(donor, fit)
+                if receiver is None:
+                    continue
+                if receiver.state is not None:
+                    return receiver
+                receiver.close()
+                if receiver.later_fit is not None:
+                    return None
+            self.membership.wait_to_join(lambda: False, _PAUSE_SECONDS)
+        raise JoinError(f"no complete state of the workers that train, in {tries} tries")
+
+    def _receiver(self, donor: int, fit: int) -> StateReceiver | None:
+        """Returns what a worker has answered, or `None` if it is not reached."""
+        notify = self.membership.notify
+        try:
+            receiver = StateReceiver(
+                donor, self.addresses[donor], self._credentials, fit, notify, encryption=self._encryption
+            )
+        except (TransportError, OSError):
+            return None
+
+        def has_ended() -> bool:
+            return receiver.has_answered or donor not in self.membership.donors
+
+        if self.membership.wait_to_join(has_ended, self.timeout_seconds):
+            return receiver
+        receiver.close()
+        raise TimeoutError(
+            f"Worker {donor} has not sent the state of the training in {self.timeout_seconds:g} s. Expected: it makes "
+            "a step of `fit` in that time. See what it does, or allow more time with `start_timeout_seconds`."
+        )
 
     def close(self) -> None:
         """Leaves: for the others this worker has ended."""
@@ -139,6 +169,7 @@ class ElasticGroup:
 
     def _close_in_fork(self) -> None:
         self.membership.close_in_fork()
+        self.donor.close_in_fork()
         self._listener.close_in_fork()
 
 

@@ -8,17 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.exchange.group_listener import Encryption, GroupListener, Request, ask
-from tfdist.exchange.joining import GroupJoin
+from tfdist.exchange.joining import GroupJoin, refusal
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.nonblocking_connection import NonblockingConnection
-from tfdist.transport.transport_errors import TransportError
+from tfdist.transport.transport_errors import (
+    ClusterMismatchError,
+    ConnectionClosedError,
+    TokenRejectedError,
+    TransportError,
+)
 from tfdist.utils.cores_and_ports import host_and_port
 
 _GROUP = "membership"
 _FIRST_GROUP = "membership of the first view"
 _PROBE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
+_LOOK_SECONDS = 0.01
 _CONNECT_SECONDS = 5.0
 
 
@@ -38,9 +44,14 @@ class Meeting:
         credentials: What both sides of a connection prove.
         encryption: Encrypts connections between hosts, if given.
         trains: Whether this worker is one of those that train.
-        has_lost: Whether it trains without any worker of a rank.
+        newest_if_lost: Returns the largest number that it knows, if it trains without any worker of a rank.
+        is_connected: Whether it is connected with a worker of a rank.
         offer: What a worker that joins gets to know from one that trains.
-        take: Called with the number of another worker and the connection to it, on any thread.
+        take: Called with the number of another worker, the connection to it, what that worker says of itself, and
+            `is_dialed`, whether this one has opened the connection; on any thread.
+
+    Attributes:
+        newest: The largest number of which this worker has heard.
     """
 
     def __init__(
@@ -52,13 +63,15 @@ class Meeting:
         *,
         encryption: Encryption | None,
         trains: Callable[[], bool],
-        has_lost: Callable[[int], bool],
+        newest_if_lost: Callable[[int], int | None],
+        is_connected: Callable[[int], bool],
         offer: Callable[[], Mapping[str, Any]],
-        take: Callable[[int, NonblockingConnection, Mapping[str, Any]], None],
+        take: Callable[..., None],
     ) -> None:
         self._rank, self._addresses = rank, list(addresses)
         self._listener, self._credentials, self._encryption = listener, credentials, encryption
-        self._trains, self._has_lost, self._offer, self._take = trains, has_lost, offer, take
+        self._trains, self._offer, self._take = trains, offer, take
+        self._newest_if_lost, self._is_connected, self.newest = newest_if_lost, is_connected, 0
         self._number: int | None = None  # None: it is not decided whether this worker begins or joins
         self._dialed: set[int] = set()
         self._is_over = threading.Event()
@@ -71,6 +84,16 @@ class Meeting:
             TimeoutError, OSError, HandshakeError: See `Exchange`.
         """
         self._listener.open()
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            connections = self._connect_first(max(deadline - time.monotonic(), 0.0))
+            if connections is None or _all_are_connected(connections, deadline):
+                return connections
+            # A worker has ended meanwhile. Those that have begun with all others see that this one has, too.
+            for connection in connections.values():
+                connection.close()
+
+    def _connect_first(self, timeout_seconds: float) -> dict[int, NonblockingConnection] | None:
         join = GroupJoin(
             self._rank,
             self._addresses,
@@ -84,12 +107,11 @@ class Meeting:
         for peer in self._other_ranks():
             self._start(self._probe, peer, join, is_decided)
         try:
-            connections = dict(join.join(timeout_seconds).control)
+            return dict(join.join(timeout_seconds).control)
         except _OthersTrainError:
             return None
         finally:
             is_decided.set()
-        return connections
 
     def accept(self, number: int) -> None:
         """Takes in connections of younger workers from now on, as a worker with a number."""
@@ -118,18 +140,24 @@ class Meeting:
 
     def _probe(self, peer: int, join: GroupJoin, is_decided: threading.Event) -> None:
         while not is_decided.is_set():
-            with contextlib.suppress(TransportError, OSError):
+            try:
                 connection, answer = self._ask(peer, {"asks": self._rank})
                 connection.close()
-                if answer.get("has_lost"):
+                if isinstance(newest := answer.get("newest"), int):
+                    self.newest = max(self.newest, newest)
                     join.abort(_OthersTrainError())
                     return
+            except (TokenRejectedError, ClusterMismatchError) as error:
+                join.abort(refusal(peer, self._addresses[peer], error))
+                return
+            except (TransportError, OSError):
+                pass  # it has not started, or has ended
             is_decided.wait(_PROBE_SECONDS)
 
     def _answer(self, request: Request) -> None:
         connection, message = request.connection, request.message
         if isinstance(message.get("asks"), int):
-            connection.send({"has_lost": self._has_lost(message["asks"])})
+            connection.send({"newest": self._newest_if_lost(message["asks"])})
             connection.close()
             return
         number = message.get("number")
@@ -140,8 +168,12 @@ class Meeting:
             connection.close()
             self._start_dialing(number % len(self._addresses))
         else:
-            connection.send({"number": self._number, "trains": self._trains(), "offer": dict(self._offer())})
-            self._take(number, NonblockingConnection.continuing(connection), {})
+            connection.send(self._description())
+            self._take(number, NonblockingConnection.continuing(connection), message, is_dialed=False)
+
+    def _description(self) -> dict[str, Any]:
+        trains = self._trains()
+        return {"number": self._number, "trains": trains, "offer": dict(self._offer()) if trains else {}}
 
     def _start_dialing(self, peer: int) -> None:
         if peer not in self._dialed:
@@ -151,28 +183,58 @@ class Meeting:
     def _dial(self, peer: int) -> None:
         """Connects with the worker of a rank, once; while this worker does not train, also with one that comes later.
 
-        When it trains, whoever comes later has a larger number.
+        When it trains, whoever comes later has a larger number, or asks this one to dial.
         """
         is_asked = self._trains()
         while not self._is_over.is_set():
             with contextlib.suppress(TransportError, OSError):
-                connection, answer = self._ask(peer, {"number": self._number})
+                connection, answer = self._ask(peer, self._description())
                 if isinstance(answer.get("number"), int):
-                    self._take(answer["number"], NonblockingConnection.continuing(connection), answer)
+                    opened = NonblockingConnection.continuing(connection)
+                    self._take(answer["number"], opened, answer, is_dialed=True)
                     break
-                connection.close()
-                if answer.get("dials"):
-                    break
-            if is_asked or self._trains():
+                connection.close()  # and if it is younger it dials; if that fails, it is asked again
+            if is_asked or self._trains() or self._is_connected(peer):
                 break
             self._is_over.wait(_PAUSE_SECONDS)
         self._dialed.discard(peer)
 
 
-def new_number(rank: int, ranks: int) -> int:
+def _all_are_connected(connections: Mapping[int, NonblockingConnection], deadline: float) -> bool:
+    """Waits until all workers are connected with all others; returns false if one is lost before.
+
+    Otherwise a worker that is lost now would be lost for some, and never there for others.
+    """
+    for connection in connections.values():
+        with contextlib.suppress(ConnectionClosedError):
+            connection.send({"begins": True})
+    waiting = dict(connections)
+    while waiting:
+        for rank, connection in [*waiting.items()]:
+            try:
+                connection.flush()
+                if next(connection.receive(), None) is not None:  # later messages are left to the membership
+                    del waiting[rank]
+            except ConnectionClosedError:
+                return False
+        if waiting and time.monotonic() > deadline:
+            raise TimeoutError(
+                f"Worker {min(waiting)} has not connected with all others in time. Expected: each worker reaches each "
+                "other one. `tfdist doctor` on all hosts says which cannot."
+            )
+        if waiting:
+            time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def new_number(rank: int, ranks: int, newest: int = 0) -> int:
     """Returns a number that no process of a rank has had: by the clock, in milliseconds.
+
+    It is larger than `newest`, whatever the clock says.
 
     >>> new_number(2, 3) % 3
     2
+    >>> new_number(2, 3, newest=10**15) > 10**15
+    True
     """
-    return rank + ranks * int(time.time() * 1000)
+    return rank + ranks * max(int(time.time() * 1000), newest // ranks + 1)

@@ -1,6 +1,8 @@
 """Connects the workers of a training for its whole life, and keeps their agreement about who trains."""
 
 import contextlib
+import errno
+import logging
 import os
 import select
 import threading
@@ -12,16 +14,26 @@ from tfdist.exchange.group_listener import Encryption, GroupListener
 from tfdist.membership.agreement import Agreement
 from tfdist.membership.decisions import NO_VIEW, View
 from tfdist.membership.meeting import Meeting, new_number
-from tfdist.membership.membership_errors import ExcludedWorkerError, JoinError, NoMajorityError
+from tfdist.membership.membership_errors import (
+    ExcludedWorkerError,
+    JoinError,
+    LeftWorkersError,
+    NoMajorityError,
+)
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
 
+_log = logging.getLogger("tfdist")
 _BEATS_PER_SILENCE = 8
 _LONGEST_BEAT_SECONDS = 1.0
+_LEAST_ANSWER_SECONDS = 2.0
 _TICK_SECONDS = 0.02  # while the workers agree on another view
 _PATIENCE_SECONDS = 5.0  # of a worker that joins and hears nobody
+_MOST_REFUSALS = 20  # of a worker that joins; some are ordinary, as when it is a step too late
+_ENDS = ("the connection was closed", os.strerror(errno.ECONNRESET), os.strerror(errno.EPIPE))
+"""What the kernel says of a connection whose other process has ended. Other errors do not prove that."""
 
 
 class Membership:
@@ -48,6 +60,7 @@ class Membership:
 
     Raises:
         TimeoutError, OSError, HandshakeError: See `tfdist.exchange.worker_exchange.Exchange`.
+        JoinError: The others trained, and do not answer.
     """
 
     def __init__(
@@ -67,6 +80,11 @@ class Membership:
         self._silence_seconds, self._majority_seconds = silence_seconds, majority_seconds
         self._agreement: Agreement | None = None
         self._connections: dict[int, NonblockingConnection] = {}
+        # Of younger workers, which have not said yet that they have the answer to their request: until then they may
+        # close a connection, and open another one.
+        self._unconfirmed: list[tuple[int, NonblockingConnection, Mapping[str, Any]]] = []
+        # Whose messages mean nothing. They stay open: a connection that closes is the proof that a process has ended.
+        self._broken: list[NonblockingConnection] = []
         self._heard: dict[int, float] = {}
         self._trained: set[int] = set()  # workers that trained when this one joined
         self.offered: Mapping[str, Any] = {}
@@ -75,7 +93,10 @@ class Membership:
         self._beat_seconds = min(silence_seconds / _BEATS_PER_SILENCE, _LONGEST_BEAT_SECONDS)
         self._changed = threading.Condition(threading.RLock())
         self._on_change: Callable[[], None] = lambda: None
-        self._was_changing = self._is_closed = False
+        self._followed = NO_VIEW  # the view in which this worker exchanges
+        self._was_over = self._is_closed = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
         self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._meeting = Meeting(
             rank,
@@ -84,27 +105,40 @@ class Membership:
             credentials,
             encryption=encryption,
             trains=lambda: self.is_member,
-            has_lost=self._has_lost,
+            newest_if_lost=self._newest_if_lost,
+            is_connected=self._is_connected,
             offer=offer,
             take=self._take,
         )
+        try:
+            self._start(timeout_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, timeout_seconds: float) -> None:
         connections = self._meeting.begin(timeout_seconds)
         self.has_joined_late = connections is None
-        self.number = rank if connections is not None else new_number(rank, self._ranks)
-        view = NO_VIEW if connections is None else View((1, 0), tuple(range(self._ranks)))
+        newest = self._meeting.newest
+        self.number = self.rank if connections is not None else new_number(self.rank, self._ranks, newest)
+        self._followed = NO_VIEW if connections is None else View((1, 0), tuple(range(self._ranks)))
+        answer_seconds = max(_LEAST_ANSWER_SECONDS, self._silence_seconds / 2)
         with self._changed:
-            self._agreement = Agreement(self.number, view, self._send, ranks=self._ranks)
+            self._agreement = Agreement(
+                self.number, self._followed, self._send, ranks=self._ranks, answer_seconds=answer_seconds
+            )
             for number, connection in (connections or {}).items():
-                self._take(number, connection, {})
+                self._add(number, connection, {})
         self._thread = threading.Thread(target=self._serve, name="tfdist membership", daemon=True)
         self._thread.start()
         if connections is not None:
             self._meeting.accept(self.number)
-        else:
-            self._meeting.join(self.number)
-            with self._changed:
-                if not self._changed.wait_for(lambda: bool(self.offered), timeout_seconds):
-                    raise JoinError(f"no worker that trains has answered in {timeout_seconds:g} s")
+            return
+        self._meeting.join(self.number)
+        seconds = min(timeout_seconds, max(self._silence_seconds, _PATIENCE_SECONDS))
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self.offered), seconds):
+                raise JoinError(f"no worker that trains has answered in {seconds:g} s")
 
     @property
     def view(self) -> View:
@@ -125,7 +159,8 @@ class Membership:
     def donors(self) -> list[int]:
         """The ranks of the workers that have the state of the training, the oldest first, for one that joins."""
         with self._changed:
-            return [number % self._ranks for number in sorted(self._trained) if number in self._connections]
+            heard = [number for number in sorted(self._trained) if self._agreed.is_heard(number)]
+            return [number % self._ranks for number in heard]
 
     def ranks(self, view: View) -> list[int]:
         """Returns the ranks of the members of a view."""
@@ -135,25 +170,30 @@ class Membership:
         """Calls `function`, on another thread, when the present view ends: exchanges in it would wait in vain."""
         with self._changed:
             self._on_change = function
-            if self._agreed.is_changing:
+            self._was_over = self._is_over()
+            if self._was_over:
                 function()
 
-    def commit(self) -> bool:
+    def commit(self, view: View) -> bool:
         """Says that this worker has all sums of its step; returns whether all have them.
+
+        Args:
+            view: The view in which the step was computed. If it has ended, the step does not count.
 
         Returns:
             True: the step counts on all workers that go on. False: its writes must be taken back, and it is computed
             again in the next view, as a worker was lost before all had the sums.
 
         Raises:
-            ExcludedWorkerError, NoMajorityError: See `wait_for_view`.
+            ExcludedWorkerError, NoMajorityError, LeftWorkersError: See `wait_for_view`.
         """
         agreement = self._agreed
         with self._changed:
-            before, step = agreement.view, agreement.committed + 1
-            agreement.has_sums()
-            self._note_change()
-            self._wait_until(lambda: agreement.committed >= step or agreement.view != before)
+            step = agreement.committed + 1
+            if agreement.view == view:
+                agreement.has_sums()
+                self._note_change()
+            self._wait_until(lambda: agreement.committed >= step or agreement.view != view)
             return agreement.committed >= step
 
     def has_replayed(self, step: int, *, is_ready: bool) -> None:
@@ -169,12 +209,16 @@ class Membership:
         """Waits until this worker, which joins, is a member, or `is_over`; returns whether that is so in time.
 
         Raises:
-            JoinError: No worker that trains is left.
+            JoinError: No worker that trains is left, or they do not take in this one.
+            LeftWorkersError: See `wait_for_view`.
         """
         limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         alone_since: float | None = None
         with self._changed:
             while not (is_over() or self.is_member):
+                self._check_usable()
+                if self._agreed.refusals >= _MOST_REFUSALS:
+                    raise JoinError("the others do not take it in, as one of them has no connection to it")
                 now = time.monotonic()
                 alone_since = None if self.donors else alone_since or now
                 if alone_since is not None and now > alone_since + _PATIENCE_SECONDS:
@@ -195,71 +239,127 @@ class Membership:
         Raises:
             ExcludedWorkerError: The others go on without this worker, which they have not heard.
             NoMajorityError: This worker and those that it hears are too few: others may go on without them.
+            LeftWorkersError: `close` was called, or the connections have failed.
         """
+        agreement = self._agreed
         with self._changed:
-            self._wait_until(lambda: not self._agreed.is_changing)
-            return self._agreed.view
+            self._check_usable()
+            self._wait_until(lambda: not (agreement.is_changing or agreement.is_excluded))
+            self._followed = agreement.view
+            return agreement.view
 
     def report_failure(self, view: View, rank: int, patience_seconds: float = 1.0) -> None:
         """An exchange with a worker has failed in a view: waits until the membership notices why.
 
-        If it does not, the worker counts as silent: it is there, and its exchange is broken.
+        If it does not, the worker counts as silent: it is there, and its exchange is broken. If it is heard again, or
+        it is this one, or no member of the view, all begin another view together.
         """
         agreement = self._agreed
+
+        def is_noticed() -> bool:
+            has_ended = self._is_closed or self._failure is not None or agreement.is_excluded
+            return has_ended or agreement.is_changing or agreement.view != view
+
         with self._changed:
-            if not self._changed.wait_for(lambda: agreement.is_changing or agreement.view != view, patience_seconds):
+            if not self._changed.wait_for(is_noticed, patience_seconds):
                 for number in view.members:
                     if number % self._ranks == rank and number != self.number:
                         agreement.does_not_hear(number)
+                agreement.exchange_fails()
                 self._note_change()
 
     def close(self) -> None:
-        """Leaves: for the others this worker has ended."""
+        """Leaves: for the others this worker has ended. A thread that waits, here or in an exchange, gets an error."""
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
+            os.eventfd_write(self._wakes, 1)
+            self._changed.notify_all()
+            self._on_change()
         self._meeting.close()
-        os.eventfd_write(self._wakes, 1)
-        self._thread.join()
-        for connection in self._connections.values():
-            connection.close()
-        os.close(self._wakes)
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            self._close_connections()
+            os.close(self._wakes)
 
     def close_in_fork(self) -> None:
         """Closes the connections in a forked child; they stay open in the parent."""
-        for connection in list(self._connections.values()):
+        for connection in self._all_connections():
             connection.close_in_fork()
+
+    def _all_connections(self) -> list[NonblockingConnection]:
+        unconfirmed = [connection for _, connection, _ in self._unconfirmed]
+        return [*self._connections.values(), *unconfirmed, *self._broken]
+
+    def _close_connections(self) -> None:
+        for connection in self._all_connections():
+            connection.close()
 
     @property
     def _agreed(self) -> Agreement:
         assert self._agreement is not None
         return self._agreement
 
-    def _has_lost(self, rank: int) -> bool:
-        with self._changed:
-            members = [number for number in self.view.members if number in self._connections] if self.is_member else []
-            return self.is_member and rank not in [number % self._ranks for number in members]
+    def _is_over(self) -> bool:
+        """Whether exchanges in the view that this worker follows would wait in vain."""
+        agreement, has_ended = self._agreed, self._is_closed or self._failure is not None
+        return has_ended or agreement.is_changing or agreement.is_excluded or agreement.view != self._followed
 
-    def _take(self, number: int, connection: NonblockingConnection, answer: Mapping[str, Any]) -> None:
-        """Takes a connection to another worker."""
+    def _is_connected(self, rank: int) -> bool:
+        return any(number % self._ranks == rank for number in [*self._connections])
+
+    def _newest_if_lost(self, rank: int) -> int | None:
+        """Returns the largest number that is known, if this worker trains without any worker of a rank."""
         with self._changed:
-            if self._is_closed or self._agreement is None or number in self._connections:
+            if not self.is_member:
+                return None
+            members = [number for number in self.view.members if number in self._connections]
+            if rank in [number % self._ranks for number in members]:
+                return None
+            return max([self.number, *self.view.members, *self._connections])
+
+    def _take(
+        self, number: int, connection: NonblockingConnection, message: Mapping[str, Any], *, is_dialed: bool
+    ) -> None:
+        """Takes a connection to another worker, which says of itself what `message` has."""
+        with self._changed:
+            if self._is_closed or self._failure is not None or self._agreement is None:
                 connection.close()
-                return
-            self._connections[number], self._heard[number] = connection, self._active_seconds
-            self._agreement.connects(number)
-            if answer.get("trains"):
-                self._trained.add(number)
-                self.offered = {"": None, **dict(answer.get("offer", {}))}
-            self._changed.notify_all()
+            elif not is_dialed:
+                self._unconfirmed.append((number, connection, message))
+            elif number in self._connections:
+                connection.close()  # that worker has got nothing on it
+            else:
+                self._add(number, connection, message)
+                self._send(number, {"alive": True})  # confirms it
+            self._wake()
+
+    def _add(self, number: int, connection: NonblockingConnection, message: Mapping[str, Any]) -> None:
+        self._connections[number], self._heard[number] = connection, self._active_seconds
+        self._agreed.connects(number)
+        if message.get("trains"):
+            self._trained.add(number)
+            self.offered = {"": None, **dict(message.get("offer", {}))}
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        if not self._is_closed:
             os.eventfd_write(self._wakes, 1)
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise LeftWorkersError("the end of its program, which has closed its connections")
+        if self._failure is not None:
+            raise LeftWorkersError(f"the failure of its connections ({self._failure!r})") from self._failure
+        if self._agreed.is_excluded:
+            raise ExcludedWorkerError(self.rank)
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         limit: float | None = None
         while not is_over():
-            if self._agreed.is_excluded:
-                raise ExcludedWorkerError(self.rank)
+            self._check_usable()
             obstacle = self._agreed.obstacle
             if obstacle is None:
                 limit = None
@@ -270,24 +370,38 @@ class Membership:
             self._changed.wait(self._beat_seconds)
 
     def _serve(self) -> None:
+        try:
+            self._serve_until_closed()
+        except BaseException as error:
+            # The main thread raises it. For the others this worker has ended: it never commits anything again.
+            with self._changed:
+                self._failure = error
+                self._close_connections()
+                self._changed.notify_all()
+            raise
+
+    def _serve_until_closed(self) -> None:
         next_beat = 0.0
         while not self._is_closed:
             now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + self._beat_seconds
-                with self._changed:
-                    for number in list(self._connections):
-                        self._send(number, {"alive": True})
             poller = select.poll()
             poller.register(self._wakes, select.POLLIN)
-            for connection in list(self._connections.values()):
-                poller.register(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.has_unsent else 0))
+            with self._changed:
+                if now >= next_beat:
+                    next_beat = now + self._beat_seconds
+                    for number in self._connections:
+                        self._send(number, {"alive": True})
+                for _, connection, _ in self._unconfirmed:
+                    poller.register(connection.fileno(), select.POLLIN)
+                for connection in self._connections.values():
+                    poller.register(connection.fileno(), select.POLLIN | select.POLLOUT * connection.has_unsent)
             wait_seconds = _TICK_SECONDS if self._agreed.is_changing else next_beat - time.monotonic()
             poller.poll(max(wait_seconds, 0) * 1000)
             with self._changed:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakes)
                 self._active_seconds = self._clock.advance(time.monotonic())
+                self._receive_first()
                 self._receive()
                 self._check_silence()
                 self._agreed.tick(time.monotonic())
@@ -296,11 +410,27 @@ class Membership:
 
     def _note_change(self) -> None:
         """Interrupts exchanges when a view ends; wakes the thread, which drives the agreement."""
-        is_changing = self._agreed.is_changing
-        if is_changing and not self._was_changing:
+        is_over = self._is_over()
+        if is_over and not self._was_over:
             self._on_change()
-            os.eventfd_write(self._wakes, 1)
-        self._was_changing = is_changing
+            self._wake()
+        self._was_over = is_over
+
+    def _receive_first(self) -> None:
+        """Takes in the workers that say that they have the answer to their request."""
+        waiting, self._unconfirmed = self._unconfirmed, []
+        for number, connection, message in waiting:
+            try:
+                has_confirmed = next(connection.receive(), None) is not None
+            except ConnectionClosedError:  # it opens another one, or has another one
+                connection.close()
+                continue
+            if not has_confirmed:
+                self._unconfirmed.append((number, connection, message))
+            elif number in self._connections:
+                self._broken.append(connection)
+            else:
+                self._add(number, connection, message)
 
     def _receive(self) -> None:
         for number, connection in list(self._connections.items()):
@@ -311,12 +441,24 @@ class Membership:
                     self._agreed.hears(number)
                     if "alive" not in message:
                         self._agreed.receive(number, message, time.monotonic())
-            except (ConnectionClosedError, AttributeError, KeyError, TypeError, ValueError):
-                self._connections.pop(number).close()
-                self._agreed.has_ended(number)
+            except ConnectionClosedError as error:
+                self._connections.pop(number)
+                if str(error) in _ENDS:
+                    connection.close()
+                    self._agreed.has_ended(number)
+                else:
+                    self._lose(number, connection, error)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                self._connections.pop(number)
+                self._lose(number, connection, error)
+
+    def _lose(self, number: int, connection: NonblockingConnection, error: Exception) -> None:
+        _log.warning("The connection of worker %d to worker %d has failed: %r.", self.rank, number % self._ranks, error)
+        self._broken.append(connection)
+        self._agreed.loses_connection(number)
 
     def _check_silence(self) -> None:
-        for number in self._connections:
+        for number in [*self._connections]:
             if self._active_seconds - self._heard[number] > self._silence_seconds:
                 self._agreed.does_not_hear(number)
 

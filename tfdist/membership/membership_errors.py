@@ -36,8 +36,8 @@ class NoMajorityError(ExchangeError):
         super().__init__(
             f"Too few workers are left to train on. Received: of the workers {members} only "
             f"{present} hear each other, {ended} have ended, and {missing} have been "
-            f"silent for more than {seconds:g} s and may train without them. Expected: more than half of those that "
-            "have not ended, or half with the first of them. Repair the network, and restart the workers together; "
+            f"silent for more than {seconds:g} s and may train without them. Expected: more than half of them, half "
+            "with the first of them, or all that have not ended. Repair the network, and restart the workers together; "
             "with the callback FailureRecovery they resume."
         )
 
@@ -53,4 +53,19 @@ class JoinError(ExchangeError):
         super().__init__(
             f"This worker cannot join the training. Received: {reason}. Expected: a worker that trains sends its "
             "state. If others train still, start this worker again; if not, the training has ended."
+        )
+
+
+class LeftWorkersError(ExchangeError):
+    """This worker has left the others, or its connections to them have failed, and it trains on.
+
+    Args:
+        reason: Why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"This worker has left the others. Received: a step, or a wait for the others, after {reason}. Expected: "
+            "steps while the program runs, and none in other threads when it ends. Start this worker again, and it "
+            "joins the others."
         )

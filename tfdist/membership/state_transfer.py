@@ -1,6 +1,7 @@
 """The state of a training, and the results of its later steps, from a worker that trains to one that joins."""
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -104,6 +105,12 @@ class StateDonor:
         for transfer in self._transfers:
             transfer.close()
 
+    def close_in_fork(self) -> None:
+        """Closes the connections in a forked child; they stay open in the parent."""
+        waiting = self.requests()
+        for connection in [request.connection for request in waiting] + [one.connection for one in self._transfers]:
+            _close_in_fork(connection)
+
     def _take(self, request: Request) -> None:
         fit = request.message.get("fit")
         request.connection.send({"waits": True})
@@ -114,49 +121,65 @@ class _Transfer:
     """Messages to one worker, each with buffers behind it. At most half of the time it sends: others need the link."""
 
     def __init__(self, connection: BlockingConnection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], Callable[[], Sequence[Any]], int] | None] = (
             queue.SimpleQueue()
         )
         self._queued_bytes, self._limit_bytes = 0, 0
+        self._counting = threading.Lock()
         self.has_ended = False
         threading.Thread(target=self._send_all, name="tfdist state", daemon=True).start()
 
     def put(self, message: dict[str, Any], parts: Callable[[], Sequence[Any]]) -> None:
         """Sends a message and buffers after all earlier ones."""
         size = sum(part.nbytes for part in parts()) if "results" in message else 0
-        self._queued_bytes += size
-        if self._limit_bytes and self._queued_bytes > self._limit_bytes:
+        with self._counting:
+            self._queued_bytes += size
+            is_too_much = 0 < self._limit_bytes < self._queued_bytes
+        if is_too_much:
             self.close()
-        self._queue.put((message, parts, size))
+        elif not self.has_ended:
+            self._queue.put((message, parts, size))
 
     def close(self) -> None:
+        """Ends the thread, also while it sends, and forgets what is left to send."""
         self.has_ended = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
         self._queue.put(None)
+        with contextlib.suppress(OSError):
+            self.connection.detach()[0].shutdown(socket.SHUT_RDWR)
 
     def _send_all(self) -> None:
         try:
             while not self.has_ended and (entry := self._queue.get()) is not None:
                 message, parts, size = entry
                 self._send(message, [memoryview(part) for part in _flat(parts())])
-                self._queued_bytes -= size
+                with self._counting:
+                    self._queued_bytes -= size
         except (TransportError, OSError):
             pass  # that worker has ended
         finally:
             self.has_ended = True
-            self._connection.close()
+            self.connection.close()
 
     def _send(self, message: dict[str, Any], buffers: Sequence[memoryview]) -> None:
         sizes = [len(buffer) for buffer in buffers]
         if "results" not in message:
             self._limit_bytes = max(_MAX_QUEUED_STATES * sum(sizes), _LEAST_QUEUED_BYTES)
         checksums = [xxhash.xxh3_128_hexdigest(buffer) for buffer in buffers]
-        self._connection.send({**message, "sizes": sizes, "checksums": checksums})
+        self.connection.send({**message, "sizes": sizes, "checksums": checksums})
         for buffer in buffers:
             for begin in range(0, len(buffer), _BLOCK_BYTES):
                 began = time.monotonic()
-                self._connection.send_data(buffer[begin : begin + _BLOCK_BYTES], _SILENCE_SECONDS)
+                self.connection.send_data(buffer[begin : begin + _BLOCK_BYTES], _SILENCE_SECONDS)
                 time.sleep(time.monotonic() - began)
+
+
+def _close_in_fork(connection: BlockingConnection) -> None:
+    if (descriptor := connection.detach()[0].detach()) >= 0:
+        os.close(descriptor)
 
 
 def _flat(parts: Sequence[Any]) -> list[Any]:
@@ -167,7 +190,8 @@ class StateReceiver:
     """What a worker that joins receives from one that trains, in a thread.
 
     Args:
-        address: `host:port` of that worker.
+        donor: The rank of that worker.
+        address: Its `host:port`.
         credentials: What both sides prove.
         fit: The number of this worker's `fit`.
         on_arrival: Called when something has arrived.
@@ -184,6 +208,7 @@ class StateReceiver:
 
     def __init__(
         self,
+        donor: int,
         address: str,
         credentials: Credentials,
         fit: int,
@@ -191,6 +216,7 @@ class StateReceiver:
         *,
         encryption: Encryption | None = None,
     ) -> None:
+        self.donor = donor
         self.later_fit: int | None = None
         self.state: tuple[int, list[bytearray]] | None = None
         self.failure = ""
@@ -208,8 +234,8 @@ class StateReceiver:
 
     @property
     def has_step(self) -> bool:
-        """Whether the results of the next step are there, or nothing more comes."""
-        return not self._steps.empty() or bool(self.failure)
+        """Whether the results of the next step are there."""
+        return not self._steps.empty()
 
     def next_step(self) -> tuple[int, list[LoggedResult]]:
         """Returns the number of the next step, and the results of its exchanges."""

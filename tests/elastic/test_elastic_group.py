@@ -1,0 +1,125 @@
+"""Workers of an elastic training are lost and join at every point, and each step counts on all or on none."""
+
+import random
+
+import pytest
+from elastic.thread_workers import Faults, ThreadWorkers, training, wait_until
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_worker_is_lost_and_its_rank_joins(rank: int) -> None:
+    others = sorted({0, 1, 2} - {rank})
+    with training(3) as workers:
+        workers.of_rank(rank).kill()
+        workers.wait_for_steps(*others)
+        workers.start(rank)
+        workers.wait_for_steps(0, 1, 2)
+        workers.finish()
+
+
+def test_of_two_workers_each_trains_on_alone() -> None:
+    with training(2) as workers:
+        for rank in (1, 0):
+            workers.of_rank(rank).kill()
+            workers.wait_for_steps(1 - rank)
+            workers.start(rank)
+            workers.wait_for_steps(0, 1)
+        workers.finish()
+
+
+def test_two_workers_are_lost_at_once_and_two_join_at_once() -> None:
+    with training(4) as workers:
+        for rank in (0, 2):
+            workers.of_rank(rank).kill()
+        workers.wait_for_steps(1, 3)
+        for rank in (0, 2):
+            workers.start(rank)
+        workers.wait_for_steps(0, 1, 2, 3)
+        workers.finish()
+
+
+@pytest.mark.parametrize("kind", ["prepare", "accept", "install", "exclude"])
+def test_the_oldest_worker_is_lost_while_a_change_is_agreed(faults: Faults, kind: str) -> None:
+    with training(4) as workers:
+        faults.kill_at(workers.of_rank(0), kind)
+        workers.of_rank(2).kill()
+        if kind == "exclude":  # it is sent to those that are left out
+            workers.start(2)
+            workers.wait_for_steps(0, 1, 2, 3) if workers.of_rank(0).trains else None
+            workers.of_rank(0).kill()
+        workers.wait_for_steps(1, 3)
+        workers.finish()
+
+
+@pytest.mark.parametrize("kind", ["ready", "promise", "accepted"])
+def test_another_worker_is_lost_while_a_change_is_agreed(faults: Faults, kind: str) -> None:
+    with training(4) as workers:
+        faults.kill_at(workers.of_rank(3), kind)
+        if kind != "ready":
+            workers.of_rank(1).kill()
+        workers.wait_for_steps(0, 2, *([1] if kind == "ready" else []))
+        workers.finish()
+
+
+@pytest.mark.parametrize("kind", ["joins", "promise", "accepted", "ready"])
+def test_a_worker_that_joins_is_lost(faults: Faults, kind: str) -> None:
+    with training(3) as workers:
+        workers.of_rank(1).kill()
+        workers.wait_for_steps(0, 2)
+        joins = workers.start(1)
+        faults.kill_at(joins, kind)
+        wait_until(lambda: joins.is_killed, f"it sends {kind}")
+        workers.wait_for_steps(0, 2)
+        workers.start(1)
+        workers.wait_for_steps(0, 1, 2)
+        workers.finish()
+
+
+@pytest.mark.parametrize("kind", ["prepare", "accept", "install"])
+def test_the_oldest_worker_is_lost_while_another_one_is_taken_in(faults: Faults, kind: str) -> None:
+    with training(3) as workers:
+        workers.of_rank(2).kill()
+        workers.wait_for_steps(0, 1)
+        faults.kill_at(workers.of_rank(0), kind)
+        joins = workers.start(2)
+        wait_until(lambda: workers.of_rank(0).is_killed, f"it sends {kind}")
+        wait_until(lambda: joins.trains or joins.error is not None, "the worker that joins knows the result")
+        if joins.error is not None:
+            joins.thread.join()
+            workers.start(2)
+        workers.wait_for_steps(1, 2)
+        workers.finish()
+
+
+def _lose_and_add(workers: ThreadWorkers, size: int, events: int, seed: int) -> None:
+    choose = random.Random(seed)
+    for _ in range(events):
+        trained = [worker.rank for worker in workers.trained]
+        missing = [rank for rank in range(size) if not workers.of_rank(rank).thread.is_alive()]
+        if missing and (len(trained) == 1 or choose.random() < 0.5):
+            workers.start(choose.choice(missing))
+        elif len(trained) > 1:
+            workers.of_rank(choose.choice(trained)).kill()
+        wait = choose.random() < 0.5
+        if wait:
+            steps = max(max(worker.totals, default=0) for worker in workers.trained) + choose.randrange(10)
+            wait_until(
+                lambda steps=steps: any(max(worker.totals, default=0) >= steps for worker in workers.trained), "steps"
+            )
+
+
+@pytest.mark.parametrize(
+    ("events", "seed"),
+    [(10, 1), pytest.param(150, 2, marks=pytest.mark.long), pytest.param(150, 3, marks=pytest.mark.long)],
+)
+def test_workers_are_lost_and_join_at_random(events: int, seed: int) -> None:
+    with training(4) as workers:
+        _lose_and_add(workers, 4, events, seed)
+        wait_until(lambda: all(w.trains or not w.thread.is_alive() for w in workers.all), "all have joined or ended")
+        workers.wait_for_steps(*[worker.rank for worker in workers.trained])
+        workers.finish()
