@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic.thread_workers import Faults, ThreadWorker, ThreadWorkers, training, wait_until
+from thread_workers import Faults, ThreadWorker, ThreadWorkers, training, wait_until
 
 from tfdist.exchange.joining import GroupJoin
 from tfdist.exchange.result_log import ReplayError

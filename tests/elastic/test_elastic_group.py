@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from elastic.thread_workers import Faults, ThreadWorkers, training, wait_until
+from thread_workers import Faults, ThreadWorkers, training, wait_until
 
 
 @pytest.fixture
