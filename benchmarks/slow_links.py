@@ -190,10 +190,15 @@ def _started(case: str, steps: int, output: Path, network: Network, folder: Path
 
 
 def _shape(network: Network, rate: float) -> None:
-    """Limits the links' rate, with queues that are too small for TCP's bursts."""
+    """Limits the rate behind the network cards of the hosts, with queues that are too small for TCP's bursts.
+
+    A queue on a host's own card would hold its connections back before anything is lost.
+    """
     bits = round(rate * 1e6)
-    network.shape(bits)
-    for where, device in _ends(network):
+    network.shape(bits)  # connections send segments for this rate
+    for namespace in network.namespaces:
+        subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", INTERFACE, "root"], check=True)
+    for where, device in _queues(network):
         bucket = ["tbf", "rate", f"{bits}bit", "burst", f"{burst_bytes(bits)}b", "limit", f"{_QUEUE_BYTES}b"]
         subprocess.run(["tc", "-n", where, "qdisc", "replace", "dev", device, "root", *bucket], check=True)
 
@@ -201,7 +206,7 @@ def _shape(network: Network, rate: float) -> None:
 def _loss(network: Network) -> float:
     """Returns the fraction of the packets that the queues of the links have dropped."""
     sent = dropped = 0
-    for where, device in _ends(network):
+    for where, device in _queues(network):
         shown = subprocess.run(
             ["tc", "-s", "-n", where, "qdisc", "show", "dev", device], capture_output=True, text=True
         )
@@ -210,12 +215,8 @@ def _loss(network: Network) -> float:
     return round(dropped / max(1, sent + dropped), 4)
 
 
-def _ends(network: Network) -> list[tuple[str, str]]:
-    return [
-        end
-        for rank, namespace in enumerate(network.namespaces)
-        for end in ((namespace, INTERFACE), (network._hub, f"port{rank}"))
-    ]
+def _queues(network: Network) -> list[tuple[str, str]]:
+    return [(network._hub, f"port{rank}") for rank in range(len(network.namespaces))]
 
 
 def _why(log: Path) -> list[str]:
