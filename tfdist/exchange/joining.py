@@ -209,8 +209,10 @@ class GroupJoin:
         """Takes a connection of a worker of higher rank."""
         connection, message = request.connection, request.message
         rank, purpose = message.get("rank"), message.get("purpose")
-        is_known = isinstance(rank, int) and rank > self._rank and rank in self._members
-        if not is_known or purpose not in (CONTROL, *self._channels):
+        if not isinstance(rank, int) or rank <= self._rank or rank not in self._members:
+            connection.close()
+            return
+        if purpose not in (CONTROL, *self._channels):
             connection.close()
             return
         identity = self._listener.host_identity
