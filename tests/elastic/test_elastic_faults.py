@@ -382,17 +382,25 @@ def test_all_end_while_a_worker_waits_for_the_state() -> None:
         workers.check()
 
 
+def _held_donor(workers: ThreadWorkers, gate: threading.Event) -> ThreadWorker:
+    """Starts worker 1; returns the worker that sends its state, and waits for `gate` before it does."""
+    asked: list[ThreadWorker] = []
+    for worker in workers.trained:
+        worker.before_state = lambda worker=worker: (asked.append(worker), gate.wait(60))
+    workers.start(1)
+    wait_until(lambda: asked, "a worker is asked for its state")
+    return asked[0]
+
+
 def test_a_worker_that_sends_its_state_is_lost() -> None:
     with training(3) as workers:
         workers.of_rank(1).kill()
         workers.wait_for_steps(0, 2)
-        donor, gate, asked = workers.of_rank(0), threading.Event(), threading.Event()
-        donor.before_state = lambda: (asked.set(), gate.wait(60))
-        workers.start(1)
-        assert asked.wait(30)
+        gate = threading.Event()
+        donor = _held_donor(workers, gate)
         donor.kill()
         gate.set()
-        workers.wait_for_steps(1, 2)
+        workers.wait_for_steps(*({0, 1, 2} - {donor.rank}))
         workers.finish()
 
 
@@ -400,12 +408,11 @@ def test_a_worker_that_sends_its_state_is_frozen(faults: Faults) -> None:
     with training(4, silence_seconds=1.0) as workers:
         workers.of_rank(1).kill()
         workers.wait_for_steps(0, 2, 3)
-        donor, gate, asked = workers.of_rank(0), threading.Event(), threading.Event()
-        donor.before_state = lambda: (asked.set(), gate.wait(60))
-        workers.start(1)
-        assert asked.wait(30)
-        faults.separate((0,), (1, 2, 3))
-        workers.wait_for_steps(1, 2, 3)
+        gate = threading.Event()
+        donor = _held_donor(workers, gate)
+        others = tuple({0, 1, 2, 3} - {donor.rank})
+        faults.separate((donor.rank,), others)
+        workers.wait_for_steps(*others)
         gate.set()
         workers.finish()
 
