@@ -383,10 +383,10 @@ def test_all_end_while_a_worker_waits_for_the_state() -> None:
 
 
 def _held_donor(workers: ThreadWorkers, gate: threading.Event) -> ThreadWorker:
-    """Starts worker 1; returns the worker that sends its state, and waits for `gate` before it does."""
+    """Starts worker 1; returns the first that is to send it the state, and waits for `gate` before it does."""
     asked: list[ThreadWorker] = []
     for worker in workers.trained:
-        worker.before_state = lambda worker=worker: (asked.append(worker), gate.wait(60))
+        worker.before_state = lambda worker=worker: asked.append(worker) or (worker is asked[0] and gate.wait(60))
     workers.start(1)
     wait_until(lambda: asked, "a worker is asked for its state")
     return asked[0]
