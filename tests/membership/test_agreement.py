@@ -6,7 +6,7 @@ import pytest
 from membership.simulated_group import SimulatedGroup
 
 from tfdist.membership.agreement import Agreement
-from tfdist.membership.decisions import NO_VIEW, Decision, Report, View, decide
+from tfdist.membership.decisions import NO_VIEW, Decision, NoMajority, Report, View, decide
 
 # `make test` runs a sample of what `make test-long` runs completely.
 SAMPLE = pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.long)])
@@ -227,3 +227,31 @@ def test_who_joins_has_the_step_that_others_commit_in_the_next_view() -> None:
     }
     assert decide((3, 0), reports) == Decision(View((3, 0), (0, 1)), 8)
     assert decide((3, 0), {**reports, 5: Report(NO_VIEW, committed=8)}).view.members == (0, 1, 5)
+
+
+def test_a_view_that_some_have_accepted_needs_a_majority_too() -> None:
+    view, accepted = View((1, 0), (0, 1, 2, 3, 4)), View((2, 0), (0, 1, 2))
+    reports = {2: Report(view, (accepted,)), 3: Report(view), 4: Report(view)}
+    assert decide((3, 2), reports) == NoMajority((0, 1, 2), (2,), ())
+    assert decide((3, 2), {number: Report(view) for number in reports}) == Decision(View((3, 2), (2, 3, 4)), 0)
+
+
+def test_a_worker_that_ends_after_its_promise_is_not_chosen() -> None:
+    view, sent = View((1, 0), (0, 1, 2, 3)), []
+    agreement = Agreement(0, view, lambda worker, message: sent.append((worker, message)), ranks=4)
+    agreement.has_ended(1)
+    agreement.tick(1.0)
+    for worker in (2, 3):
+        if worker == 3:
+            agreement.has_ended(2)
+        promise = {"promise": Report(view).as_json(), "ballot": [2, 0]}
+        agreement.receive(worker, promise, 1.0)
+    assert [message["accept"]["members"] for _, message in sent if "accept" in message] == [[0, 3]]
+
+
+def test_a_member_that_has_promised_another_proposal_needs_a_new_view() -> None:
+    agreement = Agreement(0, View((2, 0), (0, 1)), lambda worker, message: None, ranks=2)
+    agreement.receive(1, {"suspect": [], "ballot": [1, 0], "promised": [2, 0]}, 0.0)
+    assert not agreement.is_changing, "it has only not heard yet that the view begins"
+    agreement.receive(1, {"suspect": [], "ballot": [1, 0], "promised": [3, 1]}, 0.0)
+    assert agreement.is_changing
