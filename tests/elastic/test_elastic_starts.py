@@ -240,13 +240,17 @@ def test_a_worker_that_is_older_than_one_that_trains_joins(monkeypatch: pytest.M
     with training(3) as workers:
         workers.of_rank(1).kill()
         workers.wait_for_steps(0, 2)
-        monkeypatch.setattr("tfdist.membership.membership.new_number", lambda rank, ranks, newest: rank + ranks)
+        monkeypatch.setattr("tfdist.membership.worker_membership.new_number", lambda rank, ranks, newest: rank + ranks)
         workers.of_rank(2).kill()
         workers.wait_for_steps(0)
-        monkeypatch.setattr("tfdist.membership.membership.new_number", lambda rank, ranks, newest: rank + 9 * ranks)
+        monkeypatch.setattr(
+            "tfdist.membership.worker_membership.new_number", lambda rank, ranks, newest: rank + 9 * ranks
+        )
         workers.start(1)
         workers.wait_for_steps(0, 1)
-        monkeypatch.setattr("tfdist.membership.membership.new_number", lambda rank, ranks, newest: rank + 5 * ranks)
+        monkeypatch.setattr(
+            "tfdist.membership.worker_membership.new_number", lambda rank, ranks, newest: rank + 5 * ranks
+        )
         workers.start(2)
         workers.wait_for_steps(0, 1, 2)
         workers.finish()

@@ -14,7 +14,7 @@ from tfdist.elastic.step_transactions import Changes, StepTransactions
 from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.exchange.worker_exchange import STEPS, Exchange
 from tfdist.membership.elastic_group import ElasticGroup
-from tfdist.membership.membership import Membership
+from tfdist.membership.worker_membership import Membership
 
 LIMIT_SECONDS = 60.0
 ROWS = 60  # of a step, which all numbers of workers divide

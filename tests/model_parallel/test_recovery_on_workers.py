@@ -16,7 +16,13 @@ FOLDER = Path(__file__).parent
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script = FOLDER / "recovery_on_workers.py"
-    run = launch_once(tmp_path_factory, "recovery on workers", script, options=["--workers", "1"], paths=[FOLDER, FOLDER.parent / "pipeline"])
+    run = launch_once(
+        tmp_path_factory,
+        "recovery on workers",
+        script,
+        options=["--workers", "1"],
+        paths=[FOLDER, FOLDER.parent / "pipeline"],
+    )
     return {**run.assert_complete().json("results.json"), "log": run.output}
 
 

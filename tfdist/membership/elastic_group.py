@@ -10,9 +10,9 @@ from tfdist.exchange.group_listener import Encryption, GroupListener
 from tfdist.exchange.result_log import ResultLog
 from tfdist.exchange.worker_exchange import Exchange, exchange_credentials
 from tfdist.membership.decisions import NO_VIEW, View
-from tfdist.membership.membership import Membership
 from tfdist.membership.membership_errors import JoinError
 from tfdist.membership.state_transfer import StateDonor, StateReceiver
+from tfdist.membership.worker_membership import Membership
 from tfdist.transport.transport_errors import TransportError
 
 _MOST_TRIES = 20  # to get a state
