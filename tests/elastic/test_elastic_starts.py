@@ -10,7 +10,7 @@ from thread_workers import Faults, ThreadWorker, ThreadWorkers, training, wait_u
 
 from tfdist.exchange.joining import GroupJoin
 from tfdist.exchange.result_log import ReplayError
-from tfdist.membership import meeting, state_transfer
+from tfdist.membership import meeting, state_transfer, worker_membership
 from tfdist.membership.meeting import Meeting
 from tfdist.membership.membership_errors import JoinError
 from tfdist.transport.transport_errors import ConnectionClosedError, HandshakeError
@@ -240,7 +240,7 @@ def test_a_worker_that_is_older_than_one_that_trains_joins(monkeypatch: pytest.M
     with training(3) as workers:
         workers.of_rank(1).kill()
         workers.wait_for_steps(0, 2)
-        monkeypatch.setattr("tfdist.membership.worker_membership.new_number", lambda rank, ranks, newest: rank + ranks)
+        monkeypatch.setattr(worker_membership, "new_number", lambda rank, ranks, newest: rank + ranks)
         workers.of_rank(2).kill()
         workers.wait_for_steps(0)
         monkeypatch.setattr(

@@ -11,6 +11,7 @@ from launched_runs import launch_once
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]  # tests/chaos/test_stages.py recovers on workers, too
 FOLDER = Path(__file__).parent
+PATHS = [FOLDER, FOLDER.parent / "pipeline"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "recovery on workers",
         script,
         options=["--workers", "1"],
-        paths=[FOLDER, FOLDER.parent / "pipeline"],
+        paths=PATHS,
     )
     return {**run.assert_complete().json("results.json"), "log": run.output}
 
