@@ -14,6 +14,8 @@ from tfdist.launch.cli.main import main
 from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy
 from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 _PAGE = Path(__file__).parents[2] / "docs" / "elastic.md"
 _NCCL = tf.distribute.experimental.CommunicationOptions(
     implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
