@@ -28,7 +28,7 @@ class _Batches(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
-class _OwnStep(keras.Sequential):
+class OwnStep(keras.Sequential):
     """A model with a training step and a metric of its own."""
 
     def __init__(self, layers):
@@ -58,7 +58,7 @@ def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequentia
     with strategy.scope():
         model = kind([keras.Input((12,)), *layers(), keras.layers.Dense(2)])
         model.compile(optimizer(), "mse", metrics=["mae"], **options)
-    monitor = "val_mean_loss" if kind is _OwnStep else "val_loss"
+    monitor = "val_mean_loss" if kind is OwnStep else "val_loss"
     plateau = keras.callbacks.ReduceLROnPlateau(monitor=monitor, factor=0.5, patience=0, min_delta=10.0)
     arguments = {"x": x, "y": y, "batch_size": _BATCH} if data is None else {"x": data(x, y)}
     log = keras.callbacks.CSVLogger(str(folder / "log.csv"))
@@ -130,7 +130,7 @@ def from_python(strategy, folder, callbacks):
 
 def own_step(strategy, folder, callbacks):
     """A training step of the model's own."""
-    return _fit(strategy, folder, callbacks, _momentum, _dense, kind=_OwnStep)
+    return _fit(strategy, folder, callbacks, _momentum, _dense, kind=OwnStep)
 
 
 def compressed(strategy, folder, callbacks):
