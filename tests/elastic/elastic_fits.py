@@ -59,7 +59,7 @@ def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequentia
         model = kind([keras.Input((12,)), *layers(), keras.layers.Dense(2)])
         model.compile(optimizer(), "mse", metrics=["mae"], **options)
     monitor = "val_mean_loss" if kind is OwnStep else "val_loss"
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor=monitor, factor=0.5, patience=0, min_delta=10.0)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor=monitor, mode="min", factor=0.5, patience=0, min_delta=10.0)
     arguments = {"x": x, "y": y, "batch_size": _BATCH} if data is None else {"x": data(x, y)}
     log = keras.callbacks.CSVLogger(str(folder / "log.csv"))
     history = model.fit(
