@@ -60,7 +60,7 @@ def workers_boundary(
         return None
     addresses = [spec[job][index] for job, index in tasks]
     rank = tasks.index((resolver.task_type, resolver.task_id))
-    if _boundary is not None and can_join_again(_boundary.exchange.failure):
+    if _boundary is not None and _group is None and can_join_again(_boundary.exchange.failure):
         atexit.unregister(_close_in_process)
         _boundary.exchange.close()
         _boundary = None

@@ -151,6 +151,19 @@ def test_a_worker_that_sends_its_state_is_frozen(faults: Faults) -> None:
         workers.finish()
 
 
+def test_a_worker_whose_state_cannot_be_sent_trains_on_and_says_why() -> None:
+    with training(2) as workers:
+        workers.of_rank(1).kill()
+        workers.wait_for_steps(0)
+        workers.of_rank(0).refusal = "data without a position"
+        late = workers.start(1)
+        late.thread.join(25)
+        assert isinstance(late.error, JoinError), repr(late.error)
+        assert "the answer of worker 0: data without a position" in str(late.error)
+        workers.wait_for_steps(0)
+        workers.finish()
+
+
 def test_a_worker_that_gets_no_state_says_so(faults: Faults) -> None:
     with training(2) as workers:
         workers.of_rank(1).kill()

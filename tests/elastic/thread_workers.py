@@ -55,6 +55,7 @@ class ThreadWorker:
         error: What ended its training.
         after_exchange: Called within each step, when its sums are there.
         before_state: Called on the thread that sends its state, before it does.
+        refusal: Why it cannot send its state, if it cannot.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ThreadWorker:
         self.exchanges_of_step = 1
         self.after_exchange: Callable[[], None] = lambda: None
         self.before_state: Callable[[], None] = lambda: None
+        self.refusal = ""
         self.thread = threading.Thread(target=self._main, daemon=True)
         self.thread.start()
 
@@ -140,6 +142,9 @@ class ThreadWorker:
             return [values]
 
         for request in self.group.donor.requests():
+            if self.refusal:
+                request.fail(self.refusal)
+                continue
             self.group.donor.send(request, self.membership.committed_steps, parts)
             self.group.log.keep(True)
 

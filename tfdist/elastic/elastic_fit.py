@@ -53,7 +53,7 @@ class ElasticFit(LastCallback):
         self._transactions, self._take_no_rows = transactions, take_no_rows
         self._number, transactions.fits = transactions.fits, transactions.fits + 1
         self._heartbeat: Heartbeat | None = None
-        self._is_first = False  # whether this worker has the lowest rank of those that train
+        self._is_first = False  # whether this worker writes the files of callbacks
         self._received: tuple[StateReceiver, ReceivedState] | None = None
         self._reported = Changes() if group.membership.is_member else None
         self._is_asked_to_leave = threading.Event()
@@ -64,7 +64,6 @@ class ElasticFit(LastCallback):
         self._is_first = self._group.is_first
         self._iterator = training_iterator(self.model)
         self._progress, self._logs = TrainingProgress(), None
-        self._state: TrainingState | None = None
         if self._transactions.is_alone:
             self._join()
         self._handle_signal()
@@ -142,30 +141,36 @@ class ElasticFit(LastCallback):
         self._take_no_rows()
 
     def _training_state(self) -> TrainingState:
-        if self._state is None:
-            timeout = self._group.timeout_seconds
-            self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
-        return self._state
+        timeout = self._group.timeout_seconds
+        return TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
 
     def _give_state(self) -> None:
         """Sends the state after this step to the workers that wait for it, and later what is exchanged in each step."""
-        position = self._iterator.position(self._progress.next_step, self._logs)
         for request in self._group.donor.requests():
             if request.fit < self._number:
                 request.refuse(self._number)
             elif request.fit > self._number:
                 self._group.donor.keep(request)
             else:
-                snapshot = self._training_state().snapshot({}, is_chief=True)
-                metadata = {
-                    "progress": asdict(self._progress),
-                    "position": position.to_json(),
-                    "changes": asdict(self._transactions.changes),
-                }
+                try:
+                    parts = self._state_parts()
+                except (RuntimeError, ValueError) as error:  # this worker can train on
+                    request.fail(str(error))
+                    continue
                 step = self._group.membership.committed_steps
-                parts = encode_state(snapshot, metadata)
                 self._group.donor.send(request, step, functools.partial(list, parts))
                 self._group.log.keep(True)
+
+    def _state_parts(self) -> list[Any]:
+        # In memory of its own each time: an earlier state may still be sent.
+        snapshot = self._training_state().snapshot({}, is_chief=True)
+        position = self._iterator.position(self._progress.next_step, self._logs)
+        metadata = {
+            "progress": asdict(self._progress),
+            "position": position.to_json(),
+            "changes": asdict(self._transactions.changes),
+        }
+        return encode_state(snapshot, metadata)
 
     def _handle_signal(self) -> None:
         """Makes SIGTERM let this worker leave after its step, unless the program handles the signal itself."""

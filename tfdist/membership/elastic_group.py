@@ -84,9 +84,11 @@ class ElasticGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker trains and has the lowest rank of those that do: what the chief does falls to it."""
-        view = self.membership.view
-        return self.membership.is_member and self.membership.ranks(view)[0] == self.rank
+        """Whether this worker is the oldest of those that train: it writes the files of callbacks.
+
+        It remains so as long as it trains, since those that join are younger.
+        """
+        return self.membership.view.members[:1] == (self.membership.number,)
 
     def exchange(self, view: View | None, on_join: Callable[[Callable[[Exception], None]], None] | None) -> Exchange:
         """Connects with the members of a view, or with nobody.
@@ -134,6 +136,8 @@ class ElasticGroup:
                 if receiver.state is not None:
                     return receiver
                 receiver.close()
+                if receiver.refusal:
+                    raise JoinError(f"the answer of worker {donor}: {receiver.refusal}")
                 if receiver.later_fit is not None:
                     return None
             self.membership.wait_to_join(lambda: False, _PAUSE_SECONDS)

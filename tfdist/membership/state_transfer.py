@@ -36,8 +36,15 @@ class StateRequest:
 
     def refuse(self, fit: int) -> None:
         """Tells the worker that the others are in a later `fit`, of a number."""
+        self._answer({"fit": fit})
+
+    def fail(self, reason: str) -> None:
+        """Tells the worker why it cannot have the state."""
+        self._answer({"reason": reason})
+
+    def _answer(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(TransportError):
-            self.connection.send({"fit": fit})
+            self.connection.send(message)
         self.connection.close()
 
 
@@ -203,6 +210,7 @@ class StateReceiver:
     Attributes:
         later_fit: The number of the others' `fit`, if they are in a later one.
         state: The step of the state, and its buffers, once it is complete.
+        refusal: Why that worker cannot send its state; "" if it can.
         failure: Why nothing more comes; "" while it does.
     """
 
@@ -219,7 +227,7 @@ class StateReceiver:
         self.donor = donor
         self.later_fit: int | None = None
         self.state: tuple[int, list[bytearray]] | None = None
-        self.failure = ""
+        self.refusal = self.failure = ""
         self._steps: queue.SimpleQueue[tuple[int, list[LoggedResult]]] = queue.SimpleQueue()
         self._on_arrival = on_arrival
         connection = socket.create_connection(host_and_port(address), _SILENCE_SECONDS)
@@ -259,6 +267,9 @@ class StateReceiver:
         if "fit" in message:
             self.later_fit = int(message["fit"])
             return
+        if "reason" in message:
+            self.refusal = str(message["reason"])
+            raise ConnectionClosedError(self.refusal)
         buffers = [bytearray(size) for size in message["sizes"]]
         for buffer in buffers:
             self._connection.receive_data(memoryview(buffer), _SILENCE_SECONDS)
