@@ -201,6 +201,30 @@ def test_a_step_without_exchanges_is_committed_in_any_order() -> None:
     assert agreement.committed == 2
 
 
+def test_a_member_that_has_promised_a_proposal_says_ready_no_more() -> None:
+    """Who has not promised it may be left out, and would commit a step that the others compute again."""
+    sent: list[tuple[int, dict]] = []
+    view = View((1, 0), (0, 1, 2))
+    agreement = Agreement(1, view, lambda worker, message: sent.append((worker, message)), ranks=3)
+    agreement.receive(0, {"prepare": [1], "ballot": [2, 0]}, 0.0)
+    agreement.has_sums()
+    assert [[*message][0] for _, message in sent] == ["promise"]
+    agreement.receive(0, {"accept": {"ballot": [2, 0], "members": [0, 1]}, "step": 0, "ballot": [2, 0]}, 0.0)
+    agreement.receive(0, {"install": True, "ballot": [2, 0]}, 0.0)
+    agreement.has_sums()
+    assert [(worker, message["ballot"]) for worker, message in sent if "ready" in message] == [(0, (2, 0))]
+
+
+def test_a_worker_that_is_left_out_reports_nobody_who_ends() -> None:
+    """It has received `exclude` of the others before they end; whom it informs may not have."""
+    sent: list[tuple[int, dict]] = []
+    view = View((1, 0), (0, 1, 2))
+    agreement = Agreement(1, view, lambda worker, message: sent.append((worker, message)), ranks=3)
+    agreement.receive(0, {"exclude": True, "ballot": [2, 0]}, 0.0)
+    agreement.has_ended(0)
+    assert agreement.is_excluded and not sent
+
+
 def test_a_worker_that_has_ended_for_the_others_learns_that_it_is_not_taken_in() -> None:
     sent: list[tuple[int, dict]] = []
     agreement = Agreement(0, View((1, 0), (0,)), lambda worker, message: sent.append((worker, message)), ranks=3)
