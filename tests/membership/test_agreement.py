@@ -260,6 +260,20 @@ def test_a_view_that_some_have_accepted_needs_a_majority_too() -> None:
     assert decide((3, 2), {number: Report(view) for number in reports}) == Decision(View((3, 2), (2, 3, 4)), 0)
 
 
+def test_a_worker_that_joins_is_no_witness_of_an_end() -> None:
+    """It may not have received `exclude` of the one that has ended, which members have."""
+    view, sent = View((1, 0), (0, 1)), []
+    reports = {1: Report(view, silent=frozenset([0])), 5: Report(NO_VIEW, ended=frozenset([0]))}
+    assert decide((2, 1), reports) == NoMajority((0, 1), (1,), ())
+    agreement = Agreement(1, view, lambda worker, message: sent.append((worker, message)), ranks=3)
+    agreement.connects(5)
+    agreement.joining[5] = 0
+    agreement.does_not_reach(0)
+    agreement.tick(1.0)
+    agreement.receive(5, {"promise": reports[5].as_json(), "ballot": [2, 1]}, 1.0)
+    assert agreement.obstacle == NoMajority((0, 1), (1,), ())
+
+
 def test_a_worker_that_ends_after_its_promise_is_not_chosen() -> None:
     view, sent = View((1, 0), (0, 1, 2, 3)), []
     agreement = Agreement(0, view, lambda worker, message: sent.append((worker, message)), ranks=4)

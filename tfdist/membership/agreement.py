@@ -345,7 +345,7 @@ class Agreement:
             return
         if decision is None:
             for report in reports.values():
-                self._ended |= report.ended
+                self._ended |= report.proved_ends
             lost = self._ended | self._silent
             if not reports.keys() >= self._asked - lost:
                 return

@@ -54,6 +54,11 @@ class Report:
     ended: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
 
+    @property
+    def proved_ends(self) -> frozenset[int]:
+        """Those of `ended` that count: a member has received `exclude` before, if they had left it out."""
+        return frozenset() if self.view == NO_VIEW else self.ended
+
     def as_json(self) -> dict[str, Any]:
         """Returns what `of_json` reads."""
         return {**dataclasses.asdict(self), "ended": sorted(self.ended), "silent": sorted(self.silent)}
@@ -116,7 +121,7 @@ def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajori
     >>> decide((2, 0), {0: Report(old, committed=7, ended=frozenset([2]))})
     NoMajority(members=(0, 1, 2), present=(0,), ended=(2,))
     """
-    ended = frozenset().union(*(report.ended for report in reports.values()))
+    ended = frozenset().union(*(report.proved_ends for report in reports.values()))
     chosen = _reach_each_other({number: report for number, report in reports.items() if number not in ended})
     trained = {number: reports[number] for number in chosen if reports[number].view != NO_VIEW}
     latest = max((report.view for report in reports.values()), default=NO_VIEW)
