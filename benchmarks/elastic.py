@@ -8,8 +8,8 @@
 *cost*: the median time from the end of a step to the end of the next, in runs that alternate.
 
 *faults*: the time from a kill to the end of the next step of the others, beyond a usual step; from the moment in which
-a new process is ready to its first step with rows of its own; the slowest step of the others meanwhile; and the part of
-the run in which steps were made that count, beside the same faults under `tfdist run --max-restarts` with
+a new process is ready to its first step with rows; the slowest step of the others meanwhile; and the part of the run
+in which steps were made that count, beside the same faults under `tfdist run --max-restarts` with
 `FailureRecovery`, which saves every ten steps.
 
 Writes `elastic.json` and `elastic.png` to `benchmarks/results`.

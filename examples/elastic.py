@@ -1,4 +1,4 @@
-"""Kills a worker in the middle of a training that goes on without it, and shows that the result does not change.
+"""Kills a worker in the middle of a training that continues without it, and shows that the result does not change.
 
     python examples/elastic.py
 

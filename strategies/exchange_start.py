@@ -51,7 +51,8 @@ def workers_boundary(
         The boundary to the exchange with them; `None` without other workers.
 
     Raises:
-        ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.
+        ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers
+            or another `elastic`.
         TimeoutError, OSError, TransportError: See `Exchange`.
     """
     global _boundary, _group, _transactions
@@ -60,6 +61,7 @@ def workers_boundary(
         return None
     addresses = [spec[job][index] for job, index in tasks]
     rank = tasks.index((resolver.task_type, resolver.task_id))
+    _check_alike(is_elastic)
     if _boundary is not None and _group is None and can_join_again(_boundary.exchange.failure):
         atexit.unregister(_close_in_process)
         _boundary.exchange.close()
@@ -112,6 +114,16 @@ def workers_boundary(
             "process for another cluster."
         )
     return _boundary
+
+
+def _check_alike(is_elastic: bool) -> None:
+    if _boundary is not None and is_elastic != (_group is not None):
+        raise ValueError(
+            "All strategies of a process are elastic, or none: they share its connections. Received: a "
+            f"MultiWorkerMirroredStrategy with `elastic={is_elastic}`, after one with `elastic={not is_elastic}`. "
+            f"Expected: `elastic={not is_elastic}`, as the first strategy of this process. Give both the same "
+            "`elastic`, or start a new process."
+        )
 
 
 def step_transactions() -> StepTransactions:

@@ -58,7 +58,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     Put it before TensorFlow's class in the list of bases.
     """
 
-    _elastic: "ElasticTraining | None" = None  # how steps go on when workers are lost, if they do
+    _elastic: "ElasticTraining | None" = None  # how steps continue when workers are lost, if they do
     _builds_locally = False
     has_read_number = False  # whether the user's code has read the number of replicas
     state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are

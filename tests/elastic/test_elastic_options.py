@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.callbacks import FailureRecovery
 from tfdist.elastic.elastic_fit import reject_recovery
 from tfdist.launch.cli.main import main
-from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy
+from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, exchange_start
 from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -93,6 +93,15 @@ def test_it_is_refused_with_what_to_do(row, tmp_path):
 def test_the_command_refuses_several_hosts(capsys):
     assert main(["run", "--workers", "2", "--elastic", "1", "--nodes", "2", __file__]) == 2
     assert "--elastic is for one host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_the_strategies_of_a_process_are_all_elastic_or_none(is_elastic, monkeypatch):
+    monkeypatch.setattr(exchange_start, "_boundary", SimpleNamespace(exchange=SimpleNamespace(failure=None)))
+    monkeypatch.setattr(exchange_start, "_group", None if is_elastic else object())
+    worker = SimpleNamespace(task_type="worker", task_id=0)
+    with pytest.raises(ValueError, match=f"Received: .* with `elastic={is_elastic}`, after .*{not is_elastic}"):
+        exchange_start.workers_boundary({"worker": ["a:1", "b:1"]}, worker, 1.0, is_elastic=is_elastic)
 
 
 def test_it_may_be_turned_off_for_a_script_that_elastic_runs_start(monkeypatch):

@@ -240,16 +240,16 @@ class SimulatedGroup:
                 continue
             if other not in self.stopped and (other, worker.number) not in self.cut:
                 self.heard_at[pair] = self.now
-                worker.agreement.hears(other)
+                worker.agreement.reaches(other)
             elif self.now > self.heard_at.setdefault(pair, self.now) + _SILENCE_SECONDS:
-                worker.agreement.does_not_hear(other)
+                worker.agreement.does_not_reach(other)
 
     def _deliver(self, sender: int, receiver: int) -> None:
         message = self.queues[sender, receiver].popleft()
         worker = self.workers.get(receiver)
         if worker is None:
             return
-        worker.agreement.hears(sender)
+        worker.agreement.reaches(sender)
         if "accept" in message:
             self.asked_to_accept.add(receiver)
         if "ended" in message:

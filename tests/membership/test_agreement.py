@@ -201,6 +201,30 @@ def test_a_step_without_exchanges_is_committed_in_any_order() -> None:
     assert agreement.committed == 2
 
 
+def test_a_member_that_has_promised_a_proposal_says_ready_no_more() -> None:
+    """Who has not promised it may be left out, and would commit a step that the others compute again."""
+    sent: list[tuple[int, dict]] = []
+    view = View((1, 0), (0, 1, 2))
+    agreement = Agreement(1, view, lambda worker, message: sent.append((worker, message)), ranks=3)
+    agreement.receive(0, {"prepare": [1], "ballot": [2, 0]}, 0.0)
+    agreement.has_sums()
+    assert [[*message][0] for _, message in sent] == ["promise"]
+    agreement.receive(0, {"accept": {"ballot": [2, 0], "members": [0, 1]}, "step": 0, "ballot": [2, 0]}, 0.0)
+    agreement.receive(0, {"install": True, "ballot": [2, 0]}, 0.0)
+    agreement.has_sums()
+    assert [(worker, message["ballot"]) for worker, message in sent if "ready" in message] == [(0, (2, 0))]
+
+
+def test_a_worker_that_is_left_out_reports_nobody_who_ends() -> None:
+    """It has received `exclude` of the others before they end; whom it informs may not have."""
+    sent: list[tuple[int, dict]] = []
+    view = View((1, 0), (0, 1, 2))
+    agreement = Agreement(1, view, lambda worker, message: sent.append((worker, message)), ranks=3)
+    agreement.receive(0, {"exclude": True, "ballot": [2, 0]}, 0.0)
+    agreement.has_ended(0)
+    assert agreement.is_excluded and not sent
+
+
 def test_a_worker_that_has_ended_for_the_others_learns_that_it_is_not_taken_in() -> None:
     sent: list[tuple[int, dict]] = []
     agreement = Agreement(0, View((1, 0), (0,)), lambda worker, message: sent.append((worker, message)), ranks=3)
@@ -234,6 +258,20 @@ def test_a_view_that_some_have_accepted_needs_a_majority_too() -> None:
     reports = {2: Report(view, (accepted,)), 3: Report(view), 4: Report(view)}
     assert decide((3, 2), reports) == NoMajority((0, 1, 2), (2,), ())
     assert decide((3, 2), {number: Report(view) for number in reports}) == Decision(View((3, 2), (2, 3, 4)), 0)
+
+
+def test_a_worker_that_joins_is_no_witness_of_an_end() -> None:
+    """It may not have received `exclude` of the one that has ended, which members have."""
+    view, sent = View((1, 0), (0, 1)), []
+    reports = {1: Report(view, silent=frozenset([0])), 5: Report(NO_VIEW, ended=frozenset([0]))}
+    assert decide((2, 1), reports) == NoMajority((0, 1), (1,), ())
+    agreement = Agreement(1, view, lambda worker, message: sent.append((worker, message)), ranks=3)
+    agreement.connects(5)
+    agreement.joining[5] = 0
+    agreement.does_not_reach(0)
+    agreement.tick(1.0)
+    agreement.receive(5, {"promise": reports[5].as_json(), "ballot": [2, 1]}, 1.0)
+    assert agreement.obstacle == NoMajority((0, 1), (1,), ())
 
 
 def test_a_worker_that_ends_after_its_promise_is_not_chosen() -> None:

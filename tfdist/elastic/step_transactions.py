@@ -1,7 +1,7 @@
-"""Steps that are written on all workers that go on, or on none: what was written is taken back if one is lost.
+"""Steps that are written on all workers that continue, or on none: what was written is taken back if one is lost.
 
-A worker that joins repeats the steps of the others with their sums in place of exchanges, without rows of its own,
-until it is one of them.
+A worker that joins repeats the steps of the others with their sums in place of exchanges, and computes no rows until
+it is one of them.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ class StepTransactions:
             written: All that it may write.
 
         Raises:
-            ExchangeError: This worker cannot go on: see `Membership.wait_for_view`.
+            ExchangeError: This worker cannot continue: see `Membership.wait_for_view`.
             JoinError: It repeats steps, and the worker that sends them is lost, or no worker that trains is left.
             ReplayError: It repeats steps, and makes other exchanges than the others.
         """

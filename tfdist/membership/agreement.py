@@ -1,13 +1,14 @@
 """One worker's part in the agreement about views and steps: messages and times in, messages out.
 
-It has no thread, no connection and no clock of its own, so tests can run every order of events. The protocol:
+It has no thread, no connection and no clock, so tests can run every order of events. The protocol:
 
-1. A step: who has all sums of the next step says `ready` to the members of its view. Who has heard that of all members
-   commits the step.
-2. A change: who loses a worker, or hears of a loss, promises nothing yet, and waits for a proposal of the oldest member
-   that it hears. That member sends `prepare` with a new ballot; the others `promise` it, with a report. From then on
-   they commit nothing in their view. It decides (`decisions.decide`) and sends `accept`; when all members of the next
-   view have accepted, it sends `install`, and `exclude` to the others.
+1. A step: who has all sums of the next step says `ready` to the members of its view. Who has received that of all
+   members commits the step.
+2. A change: who loses a worker, or receives that another one has, promises nothing yet, and waits for a proposal of the
+   oldest member that it reaches. That member sends `prepare` with a new ballot; the others `promise` it, with a report.
+   From then on they neither commit nor say `ready` in their view. It decides (`decisions.decide`) and sends `accept`;
+   when all members of the next view have accepted, it sends `exclude` to the others, and then `install`. Who begins the
+   view sends `exclude` first, too.
 3. If the proposer, or one whom it has chosen, is lost meanwhile: again from 2 with a higher ballot.
 """
 
@@ -27,7 +28,7 @@ Send = Callable[[int, dict[str, Any]], None]
 
 
 class Agreement:
-    """What one worker knows of the others, and what it has promised.
+    """What one worker knows about the others, and what it has promised.
 
     Args:
         own: The number of this worker.
@@ -35,17 +36,17 @@ class Agreement:
         send: Sends a message to a worker. Messages between two workers keep their order, or the connection ends.
         ranks: The number of ranks. The rank of a worker is the remainder of its number; no two members have the same.
         committed: The last step of which this worker has the state.
-        answer_seconds: How long a proposer waits for a worker that it hears, and that may not hear it.
+        answer_seconds: How long a proposer waits for a worker that it reaches, and that may not reach it.
 
     Attributes:
         view: The view in which this worker trains.
         committed: The last step that it has committed.
         is_ready: Whether it has all sums of the next step, and waits until the others have them.
         is_changing: Whether it waits for another view: it must not wait for exchanges of this one.
-        is_excluded: Whether the others go on without it.
+        is_excluded: Whether the others continue without it.
         obstacle: Why nothing can be decided at the moment; `None` otherwise.
         joining: Workers that join, and the last step that they have.
-        refusals: How often the others have gone on without this worker, which joins.
+        refusals: How often the others have begun a view without this worker, which joins.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Agreement:
         self._now = 0.0
         self._refused_until: dict[int, float] = {}
         self._leader: int | None = None
-        # Workers that are heard, and propose nothing: they may not hear this one. Until when they count as silent.
+        # Workers that are reached, and propose nothing: they may not reach this one. Until when they count as silent.
         self._idle: dict[int, float] = {}
         self._proposes_until = 0.0  # when the leader counts as idle
         self._connected = set(view.members)
@@ -89,25 +90,26 @@ class Agreement:
         self.is_ready = True
         plans = self._is_oldest() and bool(self._can_take_in()) and not self.is_changing
         self._plans_change |= plans
-        message = {"ready": self.committed + 1, "ballot": self.view.ballot, "plan": self._plans_change}
-        self._send_to_all(self.view.members, message)
         self._ready.add(self.own)
+        if self._promised == self.view.ballot:  # otherwise others may commit what its report has not announced
+            message = {"ready": self.committed + 1, "ballot": self.view.ballot, "plan": self._plans_change}
+            self._send_to_all(self.view.members, message)
         self._commit_if_all_are_ready()
 
     def connects(self, worker: int) -> None:
         """There is a connection to another worker, which joins or takes in this one."""
         self._connected.add(worker)
 
-    def hears(self, worker: int) -> None:
-        """A worker is heard again."""
+    def reaches(self, worker: int) -> None:
+        """A message of a worker has arrived, which may have been silent."""
         if worker in self._connected and self._now >= self._idle.get(worker, 0.0):
             self._silent.discard(worker)
 
-    def is_heard(self, worker: int) -> bool:
+    def is_reached(self, worker: int) -> bool:
         """Returns whether there is a connection to another worker, and it is not silent."""
         return worker in self._connected - self._silent - self._ended
 
-    def does_not_hear(self, worker: int) -> None:
+    def does_not_reach(self, worker: int) -> None:
         """A worker is silent for too long: it is frozen, or its link is cut."""
         if worker not in self._silent and worker not in self._ended:
             self._silent.add(worker)
@@ -117,10 +119,10 @@ class Agreement:
         """The connection to a worker is broken, which does not prove that its process has ended."""
         self.joining.pop(worker, None)
         self._connected.discard(worker)
-        self.does_not_hear(worker)
+        self.does_not_reach(worker)
 
     def exchange_fails(self) -> None:
-        """An exchange in this view has failed although all members are heard: they begin another view."""
+        """An exchange in this view has failed although all members are reached: they begin another view."""
         if self.own in self.view.members and not self.is_changing:
             self.is_changing = True
             self._send_to_all(self.view.members, self._suspicion())
@@ -145,7 +147,7 @@ class Agreement:
             self._drop_proposal()
             if leader is not None and now > self._proposes_until:
                 self._idle[leader] = now + 4 * self._answer_seconds
-                self.does_not_hear(leader)
+                self.does_not_reach(leader)
                 return
             if now >= self._repeat_at and leader is not None:
                 self._repeat_at = now + _REPEAT_SECONDS
@@ -242,7 +244,7 @@ class Agreement:
     # Changes.
 
     def _miss(self, worker: int) -> None:
-        if worker in self.view.members:
+        if worker in self.view.members and not self.is_excluded:
             self.is_changing = True
             self._send_to_all(self.view.members, self._suspicion())
         self._drop_decision_with(worker)
@@ -268,7 +270,7 @@ class Agreement:
             self.is_changing = True  # it has promised another proposal since it accepted this view: it cannot begin it
 
     def _find_leader(self) -> int | None:
-        """Returns the oldest worker of this one's view that it hears."""
+        """Returns the oldest worker of this one's view that it reaches."""
         heard = [worker for worker in self.view.members if worker not in self._ended | self._silent]
         return min([*heard, self.own]) if self.view != NO_VIEW else None
 
@@ -320,7 +322,7 @@ class Agreement:
         return Report(self.view, tuple(self._attempts), self.committed, self.is_ready, ended, silent)
 
     def _give_up_waiting(self, now: float) -> None:
-        """Goes on without workers that this one hears, and that do not answer: it may be that they do not hear it."""
+        """Continues without workers that are reached, and do not answer: they may not reach this one."""
         decision, reports = self._decision, self._reports or {}
         if decision is None:
             self._proposed_at = now
@@ -337,13 +339,13 @@ class Agreement:
         self._drop_proposal()
 
     def _proceed(self, now: float) -> None:
-        """Goes on with a proposal of this worker as far as possible."""
+        """Continues a proposal of this worker as far as possible."""
         reports, decision = self._reports, self._decision
         if reports is None:
             return
         if decision is None:
             for report in reports.values():
-                self._ended |= report.ended
+                self._ended |= report.proved_ends
             lost = self._ended | self._silent
             if not reports.keys() >= self._asked - lost:
                 return
@@ -370,7 +372,7 @@ class Agreement:
         if self._has_accepted.issuperset(decision.view.members):
             ballot = self._promised
             others = (self._asked | set(self.view.members)) - set(decision.view.members)
-            # In this order: who sees that this worker ends, and was not told this, knows that nobody has begun.
+            # In this order: who sees that this worker ends, and has not received this, knows that nobody has begun.
             self._send_to_all(others, {"exclude": True, "ballot": ballot})
             self._send_to_all(decision.view.members, {"install": True, "ballot": ballot})
             self._install(decision)
@@ -386,7 +388,7 @@ class Agreement:
         self._repeat_at, self._leader, self._idle = 0.0, None, {}
         if self.committed < decision.step:
             self._commit()
-        # The proposer has told those that are left out; some of them may not hear it.
+        # The proposer has sent this, too; some of those that are left out may not reach it.
         left_out = set(self.view.members).difference(decision.view.members, self._ended)
         self._send_to_all(left_out, {"exclude": True, "ballot": decision.view.ballot})
         self.is_ready = self.is_changing = self._plans_change = False

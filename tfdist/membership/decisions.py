@@ -1,4 +1,4 @@
-"""Who goes on after a change, and with which step: a pure function of what the workers report.
+"""Who continues after a change, and with which step: a pure function of what the workers report.
 
 A step is committed by a worker once every member of its view has said that it has all sums of the step. So where one
 has committed, all have the sums; where one lacks them, none has committed.
@@ -44,7 +44,7 @@ class Report:
         committed: The last step that it has committed.
         is_ready: Whether it has all sums of the next step.
         ended: Workers whose process has certainly ended.
-        silent: Workers that it does not hear at the moment.
+        silent: Workers that it does not reach at the moment.
     """
 
     view: View
@@ -53,6 +53,11 @@ class Report:
     is_ready: bool = False
     ended: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
+
+    @property
+    def proved_ends(self) -> frozenset[int]:
+        """Those of `ended` that count: a member has received `exclude` before, if they had left it out."""
+        return frozenset() if self.view == NO_VIEW else self.ended
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `of_json` reads."""
@@ -81,11 +86,11 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class NoMajority:
-    """Why nothing can be decided: others may go on without those who report.
+    """Why nothing can be decided: others may continue without those who report.
 
     Attributes:
         members: A view that may train.
-        present: Those of them that report, and hear each other.
+        present: Those of them that report, and reach each other.
         ended: Those of them whose process has ended.
     """
 
@@ -97,7 +102,7 @@ class NoMajority:
 def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajority:
     """Decides who trains on.
 
-    Those who hear each other go on if they hold a majority of the last view, and of every later one that may have
+    Those who reach each other continue if they hold a majority of the last view, and of every later one that may have
     begun; or half of it with its oldest worker (dynamic voting: Yeger Lotem, Keidar, Dolev, PODC 1997); or if they are
     all that have not ended. While another one is silent, who has ended counts: the two may have begun a view before.
     A step is committed if all of them have its sums; otherwise it is computed again.
@@ -116,8 +121,8 @@ def decide(ballot: Ballot, reports: Mapping[int, Report]) -> Decision | NoMajori
     >>> decide((2, 0), {0: Report(old, committed=7, ended=frozenset([2]))})
     NoMajority(members=(0, 1, 2), present=(0,), ended=(2,))
     """
-    ended = frozenset().union(*(report.ended for report in reports.values()))
-    chosen = _hear_each_other({number: report for number, report in reports.items() if number not in ended})
+    ended = frozenset().union(*(report.proved_ends for report in reports.values()))
+    chosen = _reach_each_other({number: report for number, report in reports.items() if number not in ended})
     trained = {number: reports[number] for number in chosen if reports[number].view != NO_VIEW}
     latest = max((report.view for report in reports.values()), default=NO_VIEW)
     step = max((report.committed for report in trained.values()), default=0)
@@ -142,7 +147,7 @@ def _has_next(report: Report, step: int) -> bool:
     return report.committed == step and report.is_ready
 
 
-def _hear_each_other(reports: Mapping[int, Report]) -> list[int]:
+def _reach_each_other(reports: Mapping[int, Report]) -> list[int]:
     """Chooses from the oldest on; workers that join are chosen last: they replace nobody who trains."""
     chosen: list[int] = []
     for number in sorted(reports, key=lambda number: (reports[number].view == NO_VIEW, number)):

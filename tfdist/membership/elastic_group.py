@@ -31,7 +31,7 @@ class ElasticGroup:
         timeout_seconds: How long the others may take to start, and a worker that joins waits for a state.
         silence_seconds: The time after which a worker that says nothing counts as lost.
         encryption: Encrypts connections between hosts, if given.
-        majority_seconds: How long workers that are too few to go on wait for others.
+        majority_seconds: How long workers that are too few to continue wait for others.
 
     Attributes:
         connected_view: The view of the last exchange; `NO_VIEW` for one with nobody.

@@ -5,7 +5,7 @@ from tfdist.membership.decisions import NoMajority
 
 
 class ExcludedWorkerError(ExchangeError):
-    """The other workers go on without this one.
+    """The other workers continue without this one.
 
     Args:
         rank: The rank of this worker.
@@ -13,14 +13,14 @@ class ExcludedWorkerError(ExchangeError):
 
     def __init__(self, rank: int) -> None:
         super().__init__(
-            f"The other workers train on without worker {rank}. Received: their decision, made while they did not hear "
-            "this worker. Expected: a worker answers within the limit of silence. It was frozen, or its network was "
+            f"The other workers train on without worker {rank}. Received: their decision, as they did not reach this "
+            "worker. Expected: a worker answers within the limit of silence. It was frozen, or its network was "
             "cut; start it again, and it joins them."
         )
 
 
 class NoMajorityError(ExchangeError):
-    """Too few workers are left to know that the others do not go on.
+    """Too few workers are left to know that the others do not continue.
 
     Args:
         obstacle: Who is left of which view.
@@ -35,10 +35,10 @@ class NoMajorityError(ExchangeError):
         missing = [rank for rank in members if rank not in (*present, *ended)]
         super().__init__(
             f"Too few workers are left to train on. Received: of the workers {members} only "
-            f"{present} hear each other, {ended} have ended, and {missing} have been "
+            f"{present} reach each other, {ended} have ended, and {missing} have been "
             f"silent for more than {seconds:g} s and may train without them. Expected: more than half of them, half "
-            "with the first of them, or all that have not ended. Repair the network, and restart the workers together; "
-            "with the callback FailureRecovery they resume."
+            "with the first of them, or all that have not ended. Repair the network, and start all workers "
+            "again, from weights that `keras.callbacks.ModelCheckpoint` has saved."
         )
 
 

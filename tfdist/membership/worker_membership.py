@@ -30,7 +30,7 @@ _BEATS_PER_SILENCE = 8
 _LONGEST_BEAT_SECONDS = 1.0
 _LEAST_ANSWER_SECONDS = 2.0
 _TICK_SECONDS = 0.02  # while the workers agree on another view
-_PATIENCE_SECONDS = 5.0  # of a worker that joins and hears nobody
+_PATIENCE_SECONDS = 5.0  # of a worker that joins and reaches nobody
 _MOST_REFUSALS = 20  # of a worker that joins; some are ordinary, as when it is a step too late
 _ENDS = ("the connection was closed", os.strerror(errno.ECONNRESET), os.strerror(errno.EPIPE))
 """What the kernel says of a connection whose other process has ended. Other errors do not prove that."""
@@ -50,13 +50,13 @@ class Membership:
         offer: What a worker that joins gets to know, as JSON.
         timeout_seconds: How long the others may take to start.
         silence_seconds: The time after which a worker that says nothing counts as lost.
-        majority_seconds: How long workers that are too few to go on wait for others.
+        majority_seconds: How long workers that are too few to continue wait for others.
         encryption: Encrypts connections between hosts, if given.
 
     Attributes:
         number: The number of this worker.
         has_joined_late: Whether the others trained already when this worker started.
-        offered: What a worker that trains has told this one, which joins.
+        offered: What this worker, which joins, has received from one that trains.
 
     Raises:
         TimeoutError, OSError, HandshakeError: See `tfdist.exchange.worker_exchange.Exchange`.
@@ -159,7 +159,7 @@ class Membership:
     def donors(self) -> list[int]:
         """The ranks of the workers that have the state of the training, the oldest first, for one that joins."""
         with self._changed:
-            heard = [number for number in sorted(self._trained) if self._agreed.is_heard(number)]
+            heard = [number for number in sorted(self._trained) if self._agreed.is_reached(number)]
             return [number % self._ranks for number in heard]
 
     def ranks(self, view: View) -> list[int]:
@@ -167,7 +167,7 @@ class Membership:
         return sorted(number % self._ranks for number in view.members)
 
     def interrupt_by(self, function: Callable[[], None]) -> None:
-        """Calls `function`, on another thread, when the present view ends: exchanges in it would wait in vain."""
+        """Calls `function`, on another thread, when the present view ends: exchanges in it would only wait."""
         with self._changed:
             self._on_change = function
             self._was_over = self._is_over()
@@ -181,7 +181,7 @@ class Membership:
             view: The view in which the step was computed. If it has ended, the step does not count.
 
         Returns:
-            True: the step counts on all workers that go on. False: its writes must be taken back, and it is computed
+            True: the step counts on all workers that continue. False: its writes must be taken back, and it is computed
             again in the next view, as a worker was lost before all had the sums.
 
         Raises:
@@ -237,8 +237,8 @@ class Membership:
         """Waits until the workers agree on who trains; returns the view.
 
         Raises:
-            ExcludedWorkerError: The others go on without this worker, which they have not heard.
-            NoMajorityError: This worker and those that it hears are too few: others may go on without them.
+            ExcludedWorkerError: The others continue without this worker, which they did not reach.
+            NoMajorityError: This worker and those that it reaches are too few: others may continue alone.
             LeftWorkersError: `close` was called, or the connections have failed.
         """
         agreement = self._agreed
@@ -251,8 +251,8 @@ class Membership:
     def report_failure(self, view: View, rank: int, patience_seconds: float = 1.0) -> None:
         """An exchange with a worker has failed in a view: waits until the membership notices why.
 
-        If it does not, the worker counts as silent: it is there, and its exchange is broken. If it is heard again, or
-        it is this one, or no member of the view, all begin another view together.
+        If it does not, the worker counts as silent: it is there, and its exchange is broken. If it is reached again,
+        or it is this one, or no member of the view, all begin another view together.
         """
         agreement = self._agreed
 
@@ -264,7 +264,7 @@ class Membership:
             if not self._changed.wait_for(is_noticed, patience_seconds):
                 for number in view.members:
                     if number % self._ranks == rank and number != self.number:
-                        agreement.does_not_hear(number)
+                        agreement.does_not_reach(number)
                 agreement.exchange_fails()
                 self._note_change()
 
@@ -303,7 +303,7 @@ class Membership:
         return self._agreement
 
     def _is_over(self) -> bool:
-        """Whether exchanges in the view that this worker follows would wait in vain."""
+        """Whether exchanges in the view that this worker follows would only wait."""
         agreement, has_ended = self._agreed, self._is_closed or self._failure is not None
         return has_ended or agreement.is_changing or agreement.is_excluded or agreement.view != self._followed
 
@@ -438,7 +438,7 @@ class Membership:
                 connection.flush()
                 for message in connection.receive():
                     self._heard[number] = self._active_seconds
-                    self._agreed.hears(number)
+                    self._agreed.reaches(number)
                     if "alive" not in message:
                         self._agreed.receive(number, message, time.monotonic())
             except ConnectionClosedError as error:
@@ -460,7 +460,7 @@ class Membership:
     def _check_silence(self) -> None:
         for number in [*self._connections]:
             if self._active_seconds - self._heard[number] > self._silence_seconds:
-                self._agreed.does_not_hear(number)
+                self._agreed.does_not_reach(number)
 
     def _send(self, number: int, message: Mapping[str, Any]) -> None:
         connection = self._connections.get(number)

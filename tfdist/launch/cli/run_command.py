@@ -155,7 +155,7 @@ def _check_elastic(options: argparse.Namespace) -> None:
         raise UsageError(
             "--elastic is for one host: the launchers of several hosts do not inform each other yet of a worker that "
             f"is restarted alone. Received: --elastic {least} --nodes {options.nodes}. Expected: one of them. Let "
-            "Kubernetes or Slurm start every worker and restart single ones, with "
+            "Kubernetes start every worker and restart single ones, with "
             "MultiWorkerMirroredStrategy(elastic=True) in the script; or remove --elastic and use --max-restarts."
         )
     if least > options.workers:
