@@ -102,7 +102,7 @@ def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[st
         "slowest_steps_ms": [1000 * step for step in slowest],
         "launcher": output.strip().splitlines()[-1],
         "goodput": {_ELASTIC: goodput(elastic, usual), _RESTARTS: goodput(restarts, usual)},
-        "curves": {_ELASTIC: curve(elastic), _RESTARTS: curve(restarts)},
+        "curves": {_ELASTIC: _drawn(curve(elastic)), _RESTARTS: _drawn(curve(restarts))},
         "kills": [event[4] - elastic[0][4] for event in elastic if event[0] == "kill"],
     }
 
@@ -114,6 +114,10 @@ def curve(events: list[Event]) -> list[list[float]]:
         if kind == "step":
             first.setdefault(step, at - events[0][4])
     return [[at, step] for step, at in sorted(first.items())]
+
+
+def _drawn(points: list[list[float]]) -> list[list[float]]:
+    return [[round(at, 2), step] for at, step in points[::10]]
 
 
 def goodput(events: list[Event], usual: float) -> float:
@@ -174,7 +178,8 @@ def main() -> None:
             ]
         _FILE.write_text(f"{json.dumps(results, indent=1)}\n")
     report(results)
-    draw(results)
+    if "faults" in results:
+        draw(results)
 
 
 if __name__ == "__main__":
