@@ -162,7 +162,7 @@ class ElasticFit(LastCallback):
                 self._group.log.keep(True)
 
     def _state_parts(self) -> list[Any]:
-        # In memory of its own each time: an earlier state may still be sent.
+        # In new memory each time: an earlier state may still be sent.
         snapshot = self._training_state().snapshot({}, is_chief=True)
         position = self._iterator.position(self._progress.next_step, self._logs)
         metadata = {
