@@ -99,7 +99,7 @@ class ElasticTraining:
             return lambda data: self._transactions.run(lambda: function(data), NOTHING)
         if name == "train":
             check_updates(model)
-        written = WrittenVariables(lambda: self._variables_of(model))
+        written = WrittenVariables(lambda: self._variables_of(model), lambda: self.metric_totals.variables)
 
         def run_steps(iterator: Any) -> Any:
             logs: Any = None
@@ -130,5 +130,4 @@ class ElasticTraining:
 
     def _variables_of(self, model: Any) -> list[Any]:
         strategy: Any = self._strategy()
-        others = [self._row_shares.state, *self.metric_totals.variables, *strategy.compression_state.variables]
-        return variables_of_steps(model) + others
+        return [*variables_of_steps(model), self._row_shares.state, *strategy.compression_state.variables]

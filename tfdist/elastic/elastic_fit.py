@@ -64,6 +64,7 @@ class ElasticFit(LastCallback):
         self._is_first = self._group.is_first
         self._iterator = training_iterator(self.model)
         self._progress, self._logs = TrainingProgress(), None
+        self._training_state()  # creates what the first step would create, and could not take back
         if self._transactions.is_alone:
             self._join()
         self._handle_signal()

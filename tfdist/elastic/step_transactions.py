@@ -29,22 +29,39 @@ class WrittenVariables:
 
     Args:
         find: Returns them. It is asked before the first two steps: the first may create some.
+        find_overwritten: Returns others, whose values before the first step do not matter, as each step sets them.
     """
 
-    def __init__(self, find: Callable[[], Sequence[tf.Variable]]) -> None:
-        self._find, self._steps = find, 0
+    def __init__(
+        self,
+        find: Callable[[], Sequence[tf.Variable]],
+        find_overwritten: Callable[[], Sequence[tf.Variable]] = tuple,
+    ) -> None:
+        self._find, self._find_overwritten, self._steps = find, find_overwritten, 0
 
     def read(self) -> Sequence[tf.Tensor]:
         """Returns the values before a step. They share the memory of the variables until the step writes these."""
         if self._steps < _STEPS_THAT_CREATE:
-            self._variables = list(self._find())
+            found = self._find()
+            self._known = set(map(id, found))
+            self._variables = [*found, *self._find_overwritten()]
             self._read = tf.function(lambda: [variable.read_value() for variable in self._variables])
         self._steps += 1
         with tf.init_scope():
             return self._read() if self._variables else ()
 
     def take_back(self, values: Sequence[tf.Tensor]) -> None:
-        """Gives the variables the values that `read` has returned."""
+        """Gives the variables the values that `read` has returned.
+
+        Raises:
+            ExchangeError: The step was the first, and has created variables, whose values before it are not known.
+        """
+        if self._steps < _STEPS_THAT_CREATE and not self._known.issuperset(map(id, self._find())):
+            raise ExchangeError(
+                "A worker was lost during the first step of a function, which cannot be taken back. Received: new "
+                "variables, as of compressed gradients, which that step has written. Expected: a loss after that "
+                "step. Start the workers again."
+            )
         with tf.init_scope():
             for variable, value in zip(self._variables, values, strict=True):
                 variable.assign(value)
