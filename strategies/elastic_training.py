@@ -59,7 +59,10 @@ class ElasticTraining:
         self._group = self._transactions.group
         self.metric_totals = MetricTotals()
         patch_epoch_iterator()
-        self._row_shares.give_rows_to([self._group.rank] if self.starts_late else self.living_ranks)
+        if self.starts_late or self.living_ranks:
+            self._row_shares.give_rows_to([self._group.rank] if self.starts_late else self.living_ranks)
+        else:
+            self._take_no_rows()
         self._transactions.tell(self._follow)
 
     @property
@@ -71,6 +74,16 @@ class ElasticTraining:
     def living_ranks(self) -> tuple[int, ...]:
         """The ranks of the workers that train; none while this one does not train with them."""
         return tuple(self._group.membership.ranks(self._group.membership.view))
+
+    def read_metrics(self, read: Callable[[], Any]) -> Any:
+        """Returns the results of metrics: all of them before a change of the workers, or all after it."""
+        return self._transactions.run_alone(read) if tf.executing_eagerly() else read()
+
+    @property
+    def ranks_by_age(self) -> list[int]:
+        """The ranks of the workers that train, the oldest first."""
+        view, ranks = self._group.connected_view, len(self._group.addresses)
+        return [number % ranks for number in view.members]
 
     def check_runs_in_step(self) -> None:
         """Refuses replicas outside of the steps of Keras: of a custom loop.
@@ -121,7 +134,8 @@ class ElasticTraining:
     def _follow(self, ranks: Sequence[int]) -> None:
         """Other workers train than before."""
         self._row_shares.give_rows_to(ranks)
-        self.metric_totals.divide(is_first=self._group.rank == ranks[0])
+        # The oldest: one that joins may not have stored all sums.
+        self.metric_totals.divide(is_first=self._group.rank == self.ranks_by_age[0])
 
     def _take_no_rows(self) -> None:
         others = [rank for rank in range(len(self._group.addresses)) if rank != self._group.rank]

@@ -101,9 +101,9 @@ def workers_boundary(
             )
         _boundary = ExchangeBoundary(exchange)
         if _group is not None:
-            _transactions = StepTransactions(_group, _failure, _connect)
+            _transactions = StepTransactions(_group, _failure, _connect, _boundary.all_reduce)
             _boundary.run_alone = _transactions.run_alone
-        key_values.use(exchange.control)
+        key_values.use(exchange.control, exchange.members)
         watch_exchange(_failure if _group is None else lambda: None)  # steps of an elastic training survive it
         atexit.register(_close_in_process, os.getpid())
     elif (_boundary.exchange.rank, _boundary.exchange.addresses) != (rank, addresses):
@@ -149,7 +149,7 @@ def _connect(view: View) -> None:
     exchange = group.exchange(view, on_join)
     members.interrupt_by(lambda: exchange.fail("the workers agree on others"))
     boundary.use(exchange)
-    key_values.use(exchange.control)
+    key_values.use(exchange.control, exchange.members)
 
 
 def encryption_of(environ: Mapping[str, str]) -> Encryption | None:

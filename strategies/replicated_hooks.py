@@ -69,8 +69,6 @@ def _at_end(strategy: Any, is_training: bool) -> None:
 
 def _begin_epoch(strategy: Any, training: bool, knows_end: bool) -> None:
     """Lets workers that train by themselves draw batches without asking each other, where that is possible."""
-    if strategy.metric_totals is not None:
-        strategy.metric_totals.clear()
     if strategy.local_updates is None:
         return
     strategy.local_updates.begin_epoch(knows_end=training and knows_end)
@@ -110,6 +108,11 @@ def _warn_of_unknown_end() -> None:
     )
 
 
+def _reset_metrics(strategy: Any, model: Any) -> None:
+    if strategy.metric_totals is not None:
+        strategy.metric_totals.clear(model.metrics_variables)
+
+
 def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
     elastic = strategy._elastic
     return function if elastic is None else elastic.step_function(model, name, function)
@@ -137,6 +140,8 @@ HOOKS = StrategyHooks(
     at_end=_at_end,
     local_values=lambda strategy: setting_attributes(strategy, _builds_locally=True),
     sent_bytes=lambda strategy: strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None,
+    read_metrics=lambda strategy, read: read() if strategy._elastic is None else strategy._elastic.read_metrics(read),
+    reset_metrics=_reset_metrics,
     fit_callbacks=lambda strategy: [] if strategy._elastic is None else strategy._elastic.fit_callbacks(),
     step_function=_step_function,
 )

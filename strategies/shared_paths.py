@@ -35,7 +35,10 @@ def share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> Share
         return SharedPaths(frozenset(paths), has_backups=False)
     numbers = {path: _number_of(path) for path in paths}
     rows = _rows_of_workers(strategy, [[int(has_backups), 0], *([0, number] for number in numbers.values())])
-    earlier = {number for rank, _, number in rows if rank < strategy.rank}
+    elastic = strategy._elastic
+    order = list(range(strategy.num_workers)) if elastic is None else elastic.ranks_by_age
+    before = order[: order.index(strategy.rank)]
+    earlier = {number for rank, _, number in rows if rank in before}
     elsewhere = frozenset(path for path, number in numbers.items() if number in earlier)
     return SharedPaths(elsewhere, any(has for _, has, _ in rows))
 

@@ -59,6 +59,8 @@ class StrategyHooks:
         local_values: Returns a context in which the strategy's `reduce` returns a local value unchanged.
         sent_bytes: Returns the bytes of gradients that this process has sent, if counted. `None`: Keras' progress bar.
         training: Takes a model; returns what trains it: its `train`, `test` and `predict` are the functions of `fit`.
+        read_metrics: Takes a function that reads the results of metrics outside of a step, too, and calls it.
+        reset_metrics: Takes a model, too, whose metrics are reset.
         fit_callbacks: Returns callbacks that a `fit` has besides those of the user.
         step_function: Takes a model, "train", "test" or "predict", and Keras' function of `fit`; returns what to use.
         create: Takes a `NewValue`, too; returns what holds the value of a new Keras variable, or `None`.
@@ -91,6 +93,8 @@ class StrategyHooks:
     local_values: Callable[[Any], AbstractContextManager[Any]] = lambda strategy: nullcontext()
     sent_bytes: Callable[[Any], int | None] | None = None
     training: Callable[[Any], Any] | None = None
+    read_metrics: Callable[[Any, Callable[[], Any]], Any] = lambda strategy, read: read()
+    reset_metrics: Callable[[Any, Any], None] = lambda strategy, model: None
     fit_callbacks: Callable[[Any], list[Any]] = lambda strategy: []
     step_function: Callable[[Any, Any, str, Any], Any] = lambda strategy, model, name, function: function
     create: Callable[[Any, Any], Any] | None = None

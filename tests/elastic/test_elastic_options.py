@@ -48,6 +48,14 @@ def _accumulation(_):
     _training().step_function(model, "train", lambda iterator: None)
 
 
+def _compiled_part(_):
+    part = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    part.compile("sgd", "mse")
+    model = keras.Sequential([keras.Input((1,)), part])
+    model.compile("sgd", "mse")
+    _training().step_function(model, "train", lambda iterator: None)
+
+
 # By the row of the table: what is refused, and what the message says.
 _REFUSED = {
     "custom training loops": (_custom_loop, "Received: `strategy.run` in a loop of the program"),
@@ -63,6 +71,7 @@ _REFUSED = {
     "`LocalSGD`": (lambda _: _strategy(mode=LocalSGD(sync_every=2)), "Received: mode=LocalSGD"),
     "`DiLoCo`": (lambda _: _strategy(mode=DiLoCo(sync_every=2)), "Received: mode=DiLoCo"),
     "`gradient_accumulation_steps`": (_accumulation, "an optimizer that accumulates over 2 micro-steps"),
+    "compiled models within the model": (_compiled_part, "a compiled model within the model that is trained"),
     "workers with different numbers of devices": (
         lambda _: ElasticTraining(SimpleNamespace(replicas_of_workers=(1, 2))),
         r"Received: \[1, 2\] devices, by rank",

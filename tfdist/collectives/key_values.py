@@ -1,7 +1,7 @@
 """Values under keys, by which the workers of a cluster agree."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,14 @@ class KeyValues:
         self._start_seconds = 300.0
         self.exchanged: dict[str, list[str]] = {}  # the results of `exchange`, by their names
         self._remembers = False
+        self._members: Sequence[int] | None = None
 
-    def use(self, store: Any) -> None:
-        """Makes `store`, with the methods of `ClusterKeyValues`, what workers agree by from now on."""
-        self._store = store
+    def use(self, store: Any, members: Sequence[int] | None = None) -> None:
+        """Makes `store`, with the methods of `ClusterKeyValues`, what workers agree by from now on.
+
+        `members` are the ranks of those that there are, by default all.
+        """
+        self._store, self._members = store, members
 
     def remember(self, exchanged: Mapping[str, list[str]]) -> None:
         """Keeps what workers exchange from now on for those that join later, who begin with what is `exchanged`."""
@@ -63,7 +67,7 @@ class KeyValues:
     def exchange(self, name: str, value: str, rank: int, num_workers: int) -> list[str]:
         """Returns the values of all workers, by rank, each of which calls this with its own.
 
-        Each `name` is used once.
+        Each `name` is used once. For a worker that is lost, the value of the first one that is not counts.
 
         Raises:
             TimeoutError: A worker does not call this in the time that workers have to start.
@@ -73,6 +77,8 @@ class KeyValues:
         self.publish(f"{name}/{rank}", value)
         values: list[str] = []
         for worker in range(num_workers):
+            if self._members is not None and worker not in self._members:
+                worker = self._members[0]
             if not self.is_published(f"{name}/{worker}", self._start_seconds):
                 raise TimeoutError(
                     f"Worker {worker} does not create the strategy that this worker creates. Received: no answer for "

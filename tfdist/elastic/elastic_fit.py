@@ -15,6 +15,7 @@ from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
 from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.step_transactions import Changes, StepTransactions
+from tfdist.elastic.step_variables import variables_of_steps
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.saved_files import continue_files
@@ -67,6 +68,8 @@ class ElasticFit(LastCallback):
         self._training_state()  # creates what the first step would create, and could not take back
         if self._transactions.is_alone:
             self._join()
+        elif self._transactions.changes.joined:
+            self._transactions.run_alone(self._take_values_of_oldest)
         self._handle_signal()
         self._iterator.on_fit_end(self._restore_handler)
         self._heartbeat = Heartbeat.from_environment()
@@ -141,6 +144,12 @@ class ElasticFit(LastCallback):
         self._training_state().restore(received, rank, ranks, metrics=False)
         self._take_no_rows()
 
+    def _take_values_of_oldest(self) -> None:
+        """Makes the model equal on all: a worker that has joined may have trained it by itself in an earlier `fit`."""
+        for variable in variables_of_steps(self.model):
+            value = variable.read_value()
+            variable.assign(self._transactions.value_of_oldest(value))
+
     def _training_state(self) -> TrainingState:
         timeout = self._group.timeout_seconds
         return TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
@@ -155,8 +164,8 @@ class ElasticFit(LastCallback):
             else:
                 try:
                     parts = self._state_parts()
-                except (RuntimeError, ValueError) as error:  # this worker can train on
-                    request.fail(str(error))
+                except Exception as error:  # this worker can train on
+                    request.fail(f"{type(error).__name__}: {error}")
                     continue
                 step = self._group.membership.committed_steps
                 self._group.donor.send(request, step, functools.partial(list, parts))
@@ -184,3 +193,5 @@ class ElasticFit(LastCallback):
         if self._earlier_handler is not None:
             signal.signal(signal.SIGTERM, self._earlier_handler)
             self._earlier_handler = None
+            if self._is_asked_to_leave.is_set():  # while what follows the last step ran
+                signal.raise_signal(signal.SIGTERM)

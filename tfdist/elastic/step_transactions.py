@@ -102,6 +102,7 @@ class StepTransactions:
         failure: Returns the error that ended the present exchange with the other workers, if there is one.
         connect: Connects this worker with the members of a view. It may raise a `WorkerLostError` if one of them is
             lost meanwhile.
+        sum_over_workers: Returns the sum of the workers' tensors.
 
     Attributes:
         group: The workers.
@@ -114,7 +115,9 @@ class StepTransactions:
         group: ElasticGroup,
         failure: Callable[[], ExchangeError | None],
         connect: Callable[[View], None],
+        sum_over_workers: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
     ) -> None:
+        self._sum = sum_over_workers
         self.group, self._failure, self._connect = group, failure, connect
         self._followers: list[weakref.WeakMethod[Callable[[list[int]], None]]] = []
         self.fits = 0
@@ -145,6 +148,11 @@ class StepTransactions:
         assert receiver.state is not None
         self._receiver, self.changes = receiver, changes
         self.group.membership.has_replayed(receiver.state[0], is_ready=False)
+
+    def value_of_oldest(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the value of the oldest worker. All call this, within a step or `run_alone`."""
+        is_oldest = self._view.members[:1] == (self.group.membership.number,)
+        return self._sum(value if is_oldest else tf.zeros_like(value))
 
     def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
         """Runs an exchange; outside of a step it is one by itself."""

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from tfdist.keras_internals.model_state import OptimizerState, components, model_variables, optimizers_of
+from tfdist.keras_internals.model_state import (
+    OptimizerState,
+    components,
+    has_compiled_parts,
+    model_variables,
+    optimizers_of,
+)
 from tfdist.recovery.random_generators import generator_variables
 
 
@@ -16,11 +22,17 @@ def variables_of_steps(model: Any) -> list[Any]:
 
 
 def check_updates(model: Any) -> None:
-    """Refuses optimizers that accumulate gradients over several steps.
+    """Refuses optimizers that accumulate gradients over several steps, and those of parts of the model.
 
     Raises:
-        ValueError: One does.
+        ValueError: There is one.
     """
+    if has_compiled_parts(model):
+        raise ValueError(
+            "The optimizer of a part of a model is not taken back when a worker is lost. Received: a compiled model "
+            "within the model that is trained, under a strategy with `elastic`. Expected: all optimizers in attributes "
+            "of the trained model. Assign them there, and do not compile its parts."
+        )
     for optimizer in optimizers_of(model):
         steps = OptimizerState(optimizer).accumulation_steps
         if steps > 1:

@@ -10,12 +10,18 @@ from typing import Any
 import keras
 
 _FIT = inspect.unwrap(keras.Model.fit).__code__
+_OTHERS = tuple(inspect.unwrap(method).__code__ for method in (keras.Model.evaluate, keras.Model.predict))
 _WRAPPERS = 8  # more than there are around the list of callbacks
 
 
 def is_within_call_of_fit(model: Any) -> bool:
     """Whether `fit` of a model has called the caller, or the wrappers around it."""
-    return any(is_call(frame, _FIT, model) for frame in islice(callers(sys._getframe(1)), _WRAPPERS))
+    for frame in islice(callers(sys._getframe(1)), _WRAPPERS):
+        if is_call(frame, _FIT, model):
+            return True
+        if any(is_call(frame, code, model) for code in _OTHERS):  # which a callback of `fit` may call
+            return False
+    return False
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:

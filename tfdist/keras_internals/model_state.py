@@ -89,6 +89,11 @@ def optimizers_of(model: Any) -> Iterator[Any]:
             yield from each(value)
 
 
+def has_compiled_parts(model: Any) -> bool:
+    """Whether a model that is a part of another one is compiled, and so has an optimizer."""
+    return any(getattr(layer, "optimizer", None) is not None for layer in model._flatten_layers(include_self=False))
+
+
 def updating_optimizers(model: Any) -> list[Any]:
     """Returns those of `optimizers_of` that are built and update variables themselves, not by optimizers within."""
     return [

@@ -79,13 +79,16 @@ def patch_trainer() -> None:
         training = training_of(self)
         if training is not None and tf.executing_eagerly():
             training.wait()
-        return result(self)
+        strategy = self.distribute_strategy
+        return hooks_of(strategy).read_metrics(strategy, lambda: result(self))
 
     @replace(stock, "reset_metrics")
     def reset_all(self: Any) -> Any:
         training = training_of(self)
         if training is not None:
             training.begin()
+        strategy = self.distribute_strategy
+        hooks_of(strategy).reset_metrics(strategy, self)
         return reset(self)
 
 

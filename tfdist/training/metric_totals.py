@@ -28,10 +28,12 @@ class MetricTotals:
                 self._totals[id(variable)] = variable, made
             self._totals[id(variable)][1].assign(total)
 
-    def clear(self) -> None:
-        """Forgets the sums: the metrics are reset."""
-        for total in self.variables:
-            total.assign(tf.zeros_like(total))
+    def clear(self, variables: Sequence[Any]) -> None:
+        """Forgets the sums of Keras variables of metrics that are reset."""
+        for variable in variables:
+            _, total = self._totals.get(id(variable), (None, None))
+            if total is not None:
+                total.assign(tf.zeros_like(total))
 
     def divide(self, *, is_first: bool) -> None:
         """Gives the sums to the first of the workers that are left, and nothing to the others."""
