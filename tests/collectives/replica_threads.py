@@ -77,7 +77,7 @@ class ThreadLauncher:
     """A `ReplicaLauncher` of threads: what a `CollectiveGroup` and `ReplicaHierarchy` need of one."""
 
     device = host = "CPU:0"
-    reduces_and_scatters = sends_short_sums_at_once = False
+    reduces_and_scatters = sends_short_sums_at_once = may_lose_replicas = False
 
     def __init__(self, group: ThreadGroup) -> None:
         self.group = group

@@ -312,7 +312,7 @@ def test_a_sequence_that_has_ended_on_another_worker_is_an_error():
 
 def test_the_limit_is_that_of_the_communication_options():
     class Boundary:
-        size, limits = 2, []
+        size, limits, run_alone = 2, [], None
 
         def all_reduce(self, tensor, *, limit_seconds, **options):
             self.limits.append(limit_seconds)
