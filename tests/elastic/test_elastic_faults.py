@@ -214,15 +214,20 @@ def test_close_ends_a_wait_for_the_others(faults: Faults) -> None:
 
 
 def test_nothing_is_left_when_workers_have_ended() -> None:
-    def left() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
+    earlier = set(threading.enumerate())  # of other tests in this process
+
+    def has_no_thread() -> bool:
+        return not set(threading.enumerate()) - earlier
+
+    def descriptors() -> int:
+        gc.collect()  # what exchanges hold
+        return len(os.listdir("/proc/self/fd"))
 
     with training(2) as workers:
         workers.finish()
-    del workers  # and what its exchanges hold
-    wait_until(lambda: all("tfdist" not in thread.name for thread in threading.enumerate()), "no thread")
-    before = left()
+    del workers
+    wait_until(has_no_thread, "no thread")
+    before = descriptors()
     with training(3) as workers:
         workers.of_rank(1).kill()
         workers.wait_for_steps(0, 2)
@@ -230,16 +235,19 @@ def test_nothing_is_left_when_workers_have_ended() -> None:
         workers.wait_for_steps(0, 1, 2)
         workers.finish()
     del workers
-    wait_until(lambda: left() == before, f"{left()} descriptors and threads are left, and {before} were there")
+    wait_until(has_no_thread, "no thread")
+    wait_until(lambda: descriptors() <= before, f"{before} descriptors were there")
 
 
 def test_nothing_is_left_of_a_start_that_fails() -> None:
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()  # of other tests
+    before, earlier = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     workers = ThreadWorkers(2, timeout_seconds=0.3)
     alone = workers.start(0)
     alone.thread.join(30)
     assert isinstance(alone.error, TimeoutError)
-    wait_until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == before, "nothing is left")
+    wait_until(lambda: not set(threading.enumerate()) - earlier - {alone.thread}, "no thread")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "no descriptor")
 
 
 def test_a_process_trains_twice() -> None:
