@@ -21,6 +21,8 @@ LIMIT_SECONDS = 30.0
 class Worker:
     """The part of a strategy that the exchanges use."""
 
+    _elastic = None
+
     def __init__(self, rank, rows, barrier):
         self.rank, self.num_workers, self._rows, self._barrier = rank, len(rows), rows, barrier
 
