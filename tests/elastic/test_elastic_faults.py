@@ -16,6 +16,8 @@ from thread_workers import Faults, ThreadWorkers, training, wait_until
 
 from tfdist.membership.membership_errors import LeftWorkersError, NoMajorityError
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 # Trains like a `ThreadWorker`, in a process that a test can stop and kill. It says when it has begun.
 WORKER = """

@@ -15,6 +15,8 @@ from tfdist.membership.meeting import Meeting
 from tfdist.membership.membership_errors import JoinError
 from tfdist.transport.transport_errors import ConnectionClosedError, HandshakeError
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
