@@ -80,6 +80,8 @@ class FailureRecovery(LastCallback):
     ([0, 1], True)
     """
 
+    restores_training = True
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -166,11 +168,7 @@ class FailureRecovery(LastCallback):
             self._iterator.on_fit_end(self._preemption.uninstall)
             if not self._preemption.install() and not self._ray_notices.are_given:
                 warn_signals_not_handled()
-        self._heartbeat = Heartbeat.from_environment()
-        if self._heartbeat is not None:
-            self._heartbeat.start()
-            self._heartbeat.ready()
-            self._heartbeat.step(self._progress.step)
+        self._heartbeat = Heartbeat.of_training(self._progress.step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)

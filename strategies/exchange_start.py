@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tfdist.cluster.wait_for_peers import check_names
 from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.collectives.key_values import key_values
 from tfdist.elastic.step_transactions import StepTransactions
-from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
+from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.group_listener import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.membership.decisions import View
@@ -89,7 +89,7 @@ def workers_boundary(
             )
             members = _group.membership
             key_values.remember(members.offered.get("exchanged", {}))
-            exchange = _group.exchange(None if members.has_joined_late else members.view, None)
+            exchange = _group.exchange(None if members.has_joined_late else members.view)
         else:
             exchange = Exchange(
                 rank,
@@ -139,16 +139,9 @@ def _connect(view: View) -> None:
         WorkerLostError: One of them is lost meanwhile.
     """
     assert _boundary is not None and _group is not None
-    boundary, group, members = _boundary, _group, _group.membership
-    boundary.exchange.close(has_ended=False)
-    interrupted = WorkerLostError(boundary.rank, "the workers agree on others", "joining them")
-
-    def on_join(abort: Callable[[Exception], None]) -> None:
-        members.interrupt_by(lambda: abort(interrupted))
-
-    exchange = group.exchange(view, on_join)
-    members.interrupt_by(lambda: exchange.fail("the workers agree on others"))
-    boundary.use(exchange)
+    _boundary.exchange.close(has_ended=False)
+    exchange = _group.exchange(view)
+    _boundary.use(exchange)
     key_values.use(exchange.control, exchange.members)
 
 

@@ -31,7 +31,7 @@ rank, kind, addresses = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 group = ElasticGroup(rank, addresses, token="t", cluster="c", offer=dict, timeout_seconds=30.0,
                      silence_seconds=20.0 if kind == "forks" else 2.0, encryption=None)
 view = group.membership.view
-exchange = group.exchange(view, None)
+exchange = group.exchange(view)
 child = 0
 if kind == "forks" and (child := os.fork()) == 0:
     time.sleep(300)

@@ -9,8 +9,10 @@ import pytest
 import tensorflow as tf
 
 from tfdist.callbacks import FailureRecovery
-from tfdist.elastic.elastic_fit import reject_recovery
+from tfdist.elastic.elastic_fit import ElasticFit, reject_recovery
+from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.launch.cli.main import main
+from tfdist.recovery.training_state import TrainingProgress
 from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, exchange_start
 from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
 
@@ -97,6 +99,25 @@ def test_it_is_refused_with_what_to_do(row, tmp_path):
     with pytest.raises(ValueError, match=message) as raised:
         refused(str(tmp_path))
     assert "Expected: " in str(raised.value)
+
+
+def test_a_callback_that_accumulates_is_refused_before_the_epoch():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    fit = object.__new__(ElasticFit)
+    vars(fit).update(_model=model, _progress=TrainingProgress(), _received=None)
+    fit.on_epoch_begin(0)
+    Accumulation(model).change(4)
+    with pytest.raises(ValueError, match="an optimizer that accumulates over 4 micro-steps"):
+        fit.on_epoch_begin(1)
+
+
+def test_a_callback_of_the_program_that_recovers_is_refused(tmp_path):
+    class Own(FailureRecovery):
+        pass
+
+    with pytest.raises(ValueError, match="Received: Own in the callbacks"):
+        reject_recovery([Own(tmp_path)])
 
 
 def test_the_command_refuses_several_hosts(capsys):

@@ -11,7 +11,6 @@ import pytest
 from worker_groups import free_addresses
 
 from tfdist.elastic.step_transactions import Changes, StepTransactions
-from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.exchange.worker_exchange import STEPS, Exchange
 from tfdist.membership.elastic_group import ElasticGroup
 from tfdist.membership.worker_membership import Membership
@@ -108,7 +107,7 @@ class ThreadWorker:
         group = self.group = ElasticGroup(self.rank, self.addresses, offer=dict, encryption=None, **self.options)
         view = None if self.membership.has_joined_late else self.membership.view
         self._before_exchange(self)
-        self.exchange = group.exchange(view, None)
+        self.exchange = group.exchange(view)
         self._ranks, self._state = list(range(len(self.addresses))), _Total()
         transactions = self.transactions = StepTransactions(group, lambda: self.exchange.failure, self._connect)
         self.has_started = True
@@ -150,10 +149,7 @@ class ThreadWorker:
 
     def _connect(self, view: Any) -> None:
         self.exchange.close(has_ended=False)
-        lost = WorkerLostError(self.rank, "the workers agree on others", "joining")
-        self.exchange = self.group.exchange(view, lambda abort: self.membership.interrupt_by(lambda: abort(lost)))
-        exchange = self.exchange
-        self.membership.interrupt_by(lambda: exchange.fail("the workers agree on others"))
+        self.exchange = self.group.exchange(view)
         self._ranks = self.membership.ranks(view)
 
 

@@ -102,6 +102,20 @@ class Heartbeat:
             return None
         return heartbeat
 
+    @classmethod
+    def of_training(cls, step: int) -> "Heartbeat | None":
+        """Starts the heartbeat of a worker of `tfdist run` whose training begins after a step; None elsewhere.
+
+        Args:
+            step: Steps completed so far in this training.
+        """
+        heartbeat = cls.from_environment()
+        if heartbeat is not None:
+            heartbeat.start()
+            heartbeat.ready()
+            heartbeat.step(step)
+        return heartbeat
+
     def start(self) -> None:
         """Starts sending every 0.25 s until the process exits, and reports an uncaught exception.
 

@@ -15,7 +15,7 @@ from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
 from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.step_transactions import Changes, StepTransactions
-from tfdist.elastic.step_variables import variables_of_steps
+from tfdist.elastic.step_variables import check_updates, variables_of_steps
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.saved_files import continue_files
@@ -31,7 +31,8 @@ def reject_recovery(callbacks: Sequence[Any]) -> None:
         ValueError: There is one.
     """
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore) or type(callback).__name__ == "FailureRecovery":
+        is_recovery = isinstance(callback, LastCallback) and callback.restores_training
+        if is_recovery or isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
                 "A worker that joins an elastic training takes the state of another one. Received: "
                 f"{type(callback).__name__} in the callbacks of `fit`, which restores a checkpoint. Expected: one of "
@@ -72,13 +73,10 @@ class ElasticFit(LastCallback):
             self._transactions.run_alone(self._take_values_of_oldest)
         self._handle_signal()
         self._iterator.on_fit_end(self._restore_handler)
-        self._heartbeat = Heartbeat.from_environment()
-        if self._heartbeat is not None:
-            self._heartbeat.start()
-            self._heartbeat.ready()
-            self._heartbeat.step(self._progress.step)
+        self._heartbeat = Heartbeat.of_training(self._progress.step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        check_updates(self.model)  # `GradientAccumulation` changes them in an epoch's beginning
         self._progress = self._progress.in_epoch(epoch)
         if self._received is not None:
             receiver, received = self._received

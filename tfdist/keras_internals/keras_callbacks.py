@@ -118,7 +118,12 @@ class LastCallback(ListedCallback):
     """A callback that Keras calls after all others, whatever its position in the list.
 
     It sees the results of the other callbacks for a batch or an epoch, and can restore their state.
+
+    Attributes:
+        restores_training: Whether it makes `fit` resume from what an earlier process has saved.
     """
+
+    restores_training = False
 
     @property
     def others(self) -> tuple[keras.callbacks.Callback, ...]:

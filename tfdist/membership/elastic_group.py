@@ -90,13 +90,13 @@ class ElasticGroup:
         """
         return self.membership.view.members[:1] == (self.membership.number,)
 
-    def exchange(self, view: View | None, on_join: Callable[[Callable[[Exception], None]], None] | None) -> Exchange:
-        """Connects with the members of a view, or with nobody.
+    def exchange(self, view: View | None) -> Exchange:
+        """Connects with the members of a view, or with nobody. The exchange fails when the view ends.
 
-        `on_join` is that of `Exchange`, whose errors this raises. Without it a `WorkerLostError` says that the view has
-        ended before all have joined; and the exchange fails when the view ends.
+        Raises:
+            WorkerLostError: The view has ended before all have joined.
+            TimeoutError, OSError, HandshakeError: See `Exchange`.
         """
-        is_first = on_join is None and view is not None
         lost = WorkerLostError(self.rank, "the workers agree on others", "joining them")
         exchange = Exchange(
             self.rank,
@@ -108,10 +108,10 @@ class ElasticGroup:
             listener=self._listener,
             group="alone" if view is None else f"view {view.ballot}",
             log=self.log,
-            on_join=(lambda abort: self.membership.interrupt_by(lambda: abort(lost))) if is_first else on_join,
+            on_join=None if view is None else lambda abort: self.membership.interrupt_by(lambda: abort(lost)),
             **self._options,
         )
-        if is_first:
+        if view is not None:
             self.membership.interrupt_by(lambda: exchange.fail(lost.cause))
         self.connected_view = view or NO_VIEW
         return exchange
