@@ -99,6 +99,10 @@ class ElasticTraining:
                 "`elastic`."
             )
 
+    def write_late(self) -> None:
+        """Lets the training step whose graph is being traced write when it counts."""
+        self._transactions.commit_before_writes()
+
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
         return [ElasticFit(self._transactions, self._take_no_rows)]

@@ -101,7 +101,7 @@ def workers_boundary(
             )
         _boundary = ExchangeBoundary(exchange)
         if _group is not None:
-            _transactions = StepTransactions(_group, _failure, _connect, _boundary.all_reduce)
+            _transactions = StepTransactions(_group, _failure, _connect, _boundary.all_reduce, _boundary.handles)
             _boundary.run_alone = _transactions.run_alone
         key_values.use(exchange.control, exchange.members)
         watch_exchange(_failure if _group is None else lambda: None)  # steps of an elastic training survive it

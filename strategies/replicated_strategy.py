@@ -189,6 +189,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         replica_step = step_on_replicas(model, fn, data, self)
         with self._within_worker() if training else nullcontext(), self.divided_rows.explained():
             results = super().run(replica_step, args, kwargs, options)
+        if training and self._elastic is not None and not tf.executing_eagerly():
+            self._elastic.write_late()
         if self.row_shares is not None and is_complete(data):
             results, report = results
             if training:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from worker_groups import free_addresses
 
 from tfdist.elastic.step_transactions import Changes, StepTransactions
@@ -34,20 +35,23 @@ def wait_until(is_so: Callable[[], Any], what: str) -> None:
 
 
 class _Total:
-    """What the steps of a worker write."""
+    """What the steps of a worker write: when they count, or before that."""
 
-    def __init__(self) -> None:
-        self.values = np.zeros(4, np.int64)
+    def __init__(self, *, writes_late: bool) -> None:
+        self.values, self.writes_late = np.zeros(4, np.int64), writes_late
 
     def read(self) -> Any:
         return self.values
 
     def take_back(self, values: Any) -> None:
+        assert not self.writes_late or self.values is values
         self.values = values
 
 
 class ThreadWorker:
     """A worker that trains until it is killed, or has made `last_step`.
+
+    Those of odd ranks write when a step counts, as a graph does, the others before that, as a step in Python.
 
     Attributes:
         totals: Its state after each step that it has committed.
@@ -108,7 +112,7 @@ class ThreadWorker:
         view = None if self.membership.has_joined_late else self.membership.view
         self._before_exchange(self)
         self.exchange = group.exchange(view)
-        self._ranks, self._state = list(range(len(self.addresses))), _Total()
+        self._ranks, self._state = list(range(len(self.addresses))), _Total(writes_late=bool(self.rank % 2))
         transactions = self.transactions = StepTransactions(group, lambda: self.exchange.failure, self._connect)
         self.has_started = True
         if transactions.is_alone:
@@ -131,6 +135,8 @@ class ThreadWorker:
         for _ in range(self.exchanges_of_step):
             total = self.exchange.channel(STEPS).all_reduce(np.full(4, step * rows))
         self.after_exchange()
+        if self._state.writes_late and (refusal := self.transactions.may_write()):
+            raise tf.errors.InvalidArgumentError(None, None, refusal)
         self._state.values = self._state.values + total
 
     def _give_state(self) -> None:

@@ -88,6 +88,11 @@ class ExchangeBoundary:
         """Returns the tensor of worker 0."""
         return self._call("broadcast", tensor, tensor.shape, **options)
 
+    def handles(self) -> list[Any]:
+        """Returns the handles of which every exchange of the steps uses one."""
+        with self._lock:
+            return [lane.results_handle for name, lane in self._lanes.items() if isinstance(name, str)]
+
     def use(self, exchange: Exchange) -> None:
         """Exchanges with other workers from now on. No step may be running.
 
@@ -294,6 +299,11 @@ class _Lane:
         """Ends the threads that wait for requests."""
         with tf.init_scope():
             self._requests.close()
+
+    @property
+    def results_handle(self) -> Any:
+        """The handle of the queue of results."""
+        return self._results.queue_ref
 
     @property
     def is_empty(self) -> bool:

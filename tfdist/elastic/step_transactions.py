@@ -8,15 +8,17 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from tfdist.elastic.commit_point import CommitPoint
 from tfdist.exchange.exchange_errors import ExchangeError, WorkerLostError
 from tfdist.membership.decisions import NO_VIEW, View
 from tfdist.membership.elastic_group import ElasticGroup
 from tfdist.membership.membership_errors import JoinError
 from tfdist.membership.state_transfer import StateReceiver
+from tfdist.tensorflow_internals.late_writes import write_after
 from tfdist.utils.temporary_values import setting_attributes
 
 _STEPS_THAT_CREATE = 2
@@ -26,6 +28,8 @@ _Result = TypeVar("_Result")
 
 class WrittenVariables:
     """All that the steps of a function may write, on this worker.
+
+    Once it has been traced, only values to which a step may write before it counts are kept.
 
     Args:
         find: Returns them. It is asked before the first two steps: the first may create some.
@@ -38,6 +42,8 @@ class WrittenVariables:
         find_overwritten: Callable[[], Sequence[tf.Variable]] = tuple,
     ) -> None:
         self._find, self._find_overwritten, self._steps = find, find_overwritten, 0
+        self._early: set[int] | None = None  # handles to which some graph writes before its step counts
+        self._is_traced = False  # since values were last read
 
     def read(self) -> Sequence[tf.Tensor]:
         """Returns the values before a step. They share the memory of the variables until the step writes these."""
@@ -45,26 +51,48 @@ class WrittenVariables:
             found = self._find()
             self._known = set(map(id, found))
             self._variables = [*found, *self._find_overwritten()]
-            self._read = tf.function(lambda: [variable.read_value() for variable in self._variables])
+            self._kept = self._variables
+        elif self._is_traced:
+            self._kept, self._is_traced = self._written_early(), False
         self._steps += 1
         with tf.init_scope():
-            return self._read() if self._variables else ()
+            return [variable.read_value() for variable in self._kept]
+
+    def trace(self, write_after: Callable[[Sequence[Any]], set[int]]) -> None:
+        """Lets the writes of the graph that is being traced wait until the step counts, as far as possible.
+
+        Args:
+            write_after: Does so for the handles of variables; returns the ids of those to which the graph writes
+                before.
+        """
+        variables = [*self._find(), *self._find_overwritten()]
+        self._early = (self._early or set()) | write_after([variable.handle for variable in variables])
+        self._is_traced = True
 
     def take_back(self, values: Sequence[tf.Tensor]) -> None:
         """Gives the variables the values that `read` has returned.
 
         Raises:
-            ExchangeError: The step was the first, and has created variables, whose values before it are not known.
+            ExchangeError: The step was the first with its shapes, and has created variables, or writes others before
+                it counts than earlier ones. Their values before it are not known.
         """
-        if self._steps < _STEPS_THAT_CREATE and not self._known.issuperset(map(id, self._find())):
+        if self._steps < _STEPS_THAT_CREATE:
+            is_kept = self._known.issuperset(map(id, self._find()))
+        else:
+            is_kept = set(map(id, self._written_early())).issubset(map(id, self._kept))
+        if not is_kept:
             raise ExchangeError(
                 "A worker was lost during the first step of a function, which cannot be taken back. Received: new "
                 "variables, as of compressed gradients, which that step has written. Expected: a loss after that "
                 "step. Start the workers again."
             )
         with tf.init_scope():
-            for variable, value in zip(self._variables, values, strict=True):
+            for variable, value in zip(self._kept, values, strict=True):
                 variable.assign(value)
+
+    def _written_early(self) -> list[tf.Variable]:
+        early = self._early
+        return self._variables if early is None else [one for one in self._variables if id(one.handle) in early]
 
 
 NOTHING = WrittenVariables(tuple)
@@ -94,6 +122,14 @@ class Changes:
         return dataclasses.replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
 
+@dataclasses.dataclass
+class _Outcome:
+    """Whether a step counts, once that is known, or why this worker cannot continue."""
+
+    counts: bool | None = None
+    error: Exception | None = None
+
+
 class StepTransactions:
     """Runs steps, and again those during which a worker is lost, on the same data with the workers that are left.
 
@@ -103,6 +139,7 @@ class StepTransactions:
         connect: Connects this worker with the members of a view. It may raise a `WorkerLostError` if one of them is
             lost meanwhile.
         sum_over_workers: Returns the sum of the workers' tensors.
+        handles: Returns the handles of what every exchange in a graph uses.
 
     Attributes:
         group: The workers.
@@ -116,11 +153,16 @@ class StepTransactions:
         failure: Callable[[], ExchangeError | None],
         connect: Callable[[View], None],
         sum_over_workers: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+        handles: Callable[[], Sequence[Any]] = tuple,
     ) -> None:
         self._sum = sum_over_workers
         self.group, self._failure, self._connect = group, failure, connect
         self._followers: list[weakref.WeakMethod[Callable[[list[int]], None]]] = []
         self.fits = 0
+        self._handles = handles
+        self._commit_point: CommitPoint | None = None
+        self._outcome: _Outcome | None = None  # of the step that is running, if workers agree on it
+        self._written = NOTHING
         self._view = group.connected_view
         self._receiver: StateReceiver | None = None
         self._is_running = False
@@ -170,30 +212,63 @@ class StepTransactions:
             JoinError: It repeats steps, and the worker that sends them is lost, or no worker that trains is left.
             ReplayError: It repeats steps, and makes other exchanges than the others.
         """
-        if self.is_alone:
-            return self._attempt(step)
-        if self._receiver is not None and self._waits_for_results(self._receiver):
-            return self._replayed(self._receiver, step)
+        with setting_attributes(self, _written=written):
+            if self.is_alone:
+                return self._attempt(step)
+            if self._receiver is not None and self._waits_for_results(self._receiver):
+                return self._replayed(self._receiver, step)
+            return self._run_until_it_counts(step, written)
+
+    def _run_until_it_counts(self, step: Callable[[], _Result], written: WrittenVariables) -> _Result:
         while True:
             began = time.monotonic()
             self._follow_view()
-            before = written.read()
+            before, outcome = written.read(), _Outcome()
             try:
-                result = self._attempt(step)
-            except (ExchangeError, tf.errors.OpError) as error:
-                lost = self._failure()
-                if not isinstance(lost, WorkerLostError):
+                with setting_attributes(self, _outcome=outcome):
+                    result = self._attempt(step)
+            except (ExchangeError, tf.errors.OpError):
+                if outcome.error is not None:
+                    raise outcome.error from None
+                lost = self._failure() if outcome.counts is None else None
+                if outcome.counts is not False and not isinstance(lost, WorkerLostError):
                     raise
                 written.take_back(before)
-                self.group.membership.report_failure(self._view, lost.rank)
-                del error
+                if isinstance(lost, WorkerLostError):
+                    self.group.membership.report_failure(self._view, lost.rank)
             else:
-                if self.group.membership.commit(self._view):
+                if outcome.counts is None:
+                    outcome.counts = self.group.membership.commit(self._view)
+                if outcome.counts:
                     self._pass_on()
                     return result
                 written.take_back(before)
             self.group.log.take()
             self.changes = self.changes.plus(repeated_steps=1, seconds=time.monotonic() - began)
+
+    def commit_before_writes(self) -> None:
+        """Lets the step whose graph is being traced write as late as possible: when it counts.
+
+        Then what it writes need not be kept, which would take memory and the time to fill it.
+        """
+        if self._commit_point is None:
+            self._commit_point = CommitPoint(self.may_write)
+        add = self._commit_point.add
+        self._written.trace(lambda variables: write_after(variables, self._handles(), add))
+
+    def may_write(self) -> str:
+        """Waits until the step that is running counts; returns an empty string, or why it must write nothing.
+
+        A step calls this once, when it has all sums, or not at all.
+        """
+        outcome = self._outcome
+        if outcome is None:  # this worker repeats a step that counts, or computes by itself
+            return ""
+        try:
+            outcome.counts = self.group.membership.commit(self._view)
+        except Exception as error:  # raised where the step was called
+            outcome.error = error
+        return "" if outcome.counts else "The step does not count: a worker is lost."
 
     def _attempt(self, step: Callable[[], _Result]) -> _Result:
         with setting_attributes(self, _is_running=True):

@@ -14,7 +14,7 @@ from tfdist.utils.temporary_values import setting
 _is_ordered = private(
     "tensorflow.python.framework.auto_control_deps:op_is_stateful", "tells which operations a function orders"
 )
-_resources_of = private(
+resources_of = private(
     "tensorflow.python.framework.auto_control_deps:_get_resource_inputs", "tells which operations use a resource"
 )
 
@@ -51,7 +51,7 @@ def is_in_common_order(operation: Any) -> bool:
 
     A dataset that is reduced uses the variables of the functions that it maps, though no input is a resource.
     """
-    if not _is_ordered(operation) or any(True for _ in _resources_of(operation)):
+    if not _is_ordered(operation) or any(True for _ in resources_of(operation)):
         return False
     return _LEFT_UNORDERED not in operation.node_def.attr
 
