@@ -17,7 +17,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 WORKERS ?= 2
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
+# Long tests start more and larger processes.
+LONG_TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -66,8 +68,9 @@ demo: $(STAMP)
 	$(BIN)/python examples/recovery.py --epochs 3
 	$(BIN)/python examples/elastic.py
 
-# Two processes, because most tests wait for processes that they started. The tests of a file run in one process. Files
-# run in the order of the tree: the default order runs files of few, slow tests last, when one process waits for the other.
+# Three processes for two cores, because many tests wait, for processes that they started and for limits. The tests of a
+# file run in one process. Files run in the order of tests/conftest.py: the default order runs files of few, slow tests
+# last, when one process waits for the others.
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
@@ -89,13 +92,14 @@ slurm:
 	    tests/slurm/install_slurm.sh; } >/dev/null 2>&1 || echo "No Slurm: the tests that start one are skipped."
 
 test-long: $(STAMP) browser slurm
-	TEST_GRAPPLER=twice $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	TEST_GRAPPLER=twice $(BIN)/python -m pytest -m long -n $(LONG_TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# With the modules of tests/support, among them `sitecustomize`, the import of Keras is cheaper.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python docs/building/check_pages.py
+	PYTHONPATH=tests/support $(BIN)/python docs/building/check_pages.py
 
 doctest: $(STAMP)
 	$(BIN)/python -m pytest tests/test_doctests.py
@@ -117,7 +121,7 @@ docs: $(STAMP)
 # Some of them: `make matrix PAIRS='2.18-3.10 nightly'`.
 PAIRS ?=
 matrix:
-	"$(PYTHON)" tests/support/version_matrix.py --processes $(TEST_PROCESSES) $(PAIRS)
+	"$(PYTHON)" tests/support/version_matrix.py --processes $(LONG_TEST_PROCESSES) $(PAIRS)
 
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import framework_imports
 import graph_optimizations
@@ -12,24 +13,40 @@ import pytest
 framework_imports.install()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-# Their tests check a run that an earlier file starts. At the same time they would only wait for the other test process.
-_LAST = (
-    "test_cluster_training.py",
-    "test_elastic_on_workers.py",
-    "test_federated_averaging.py",
-    "test_multi_worker_strategy.py",
-)
+_TESTS = Path(__file__).parent
+# Their tests check a run that an earlier file starts. At the same time they would only wait for another test process.
+_LAST = {
+    _TESTS / "parameter_server" / "test_cluster_training.py",
+    _TESTS / "parameter_server" / "test_federated_averaging.py",
+    _TESTS / "strategies" / "test_elastic_on_workers.py",
+    _TESTS / "strategies" / "test_multi_worker_strategy.py",
+}
+# Directories whose tests mostly wait, for processes without TensorFlow and for limits of seconds.
+_WAITING = {_TESTS / name for name in ("cluster", "exchange", "launch", "membership", "transport")}
 # How often Grappler optimizes graphs, by directory or file; once by default. The directories compare trainings with
-# themselves, and look at files and messages; the files compare the bits of several processes with those of one.
+# themselves, and look at files and messages; the first files are the ones of their directories that are optimized as
+# others are, the last compare the bits of several processes with those of one.
 _GRAPPLER = {
-    **dict.fromkeys(("any_strategy", "callbacks", "data_position", "recovery"), "off"),
+    **dict.fromkeys(
+        ("any_strategy", "callbacks", "data_position", "pipeline", "recovery", "sharded_state", "tensor_parallel"),
+        "off",
+    ),
+    **dict.fromkeys(("test_pipeline_parity.py", "test_tensor_parallel.py"), "once"),
     **dict.fromkeys(("test_stages.py", "test_sharded_stages.py", "test_stock_recovery.py"), "twice"),
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves files whose run has been started by another file to the end."""
-    items.sort(key=lambda item: item.path.name in _LAST)
+    """Spreads the files that wait evenly over the others, and moves those whose run another file starts to the end.
+
+    So the processes do not wait at the same time, and while one waits the others use its core.
+    """
+    position: dict[Path, float] = {}
+    files = [path for path in dict.fromkeys(item.path for item in items) if path not in _LAST]
+    for waits in (False, True):
+        of_a_kind = [path for path in files if _WAITING.isdisjoint(path.parents) != waits]
+        position |= {path: index / len(of_a_kind) for index, path in enumerate(of_a_kind)}
+    items.sort(key=lambda item: position.get(item.path, 1.0))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from child_environment import run_python
+from optional_packages import require
 
 from tfdist.data import from_dask
 
-dataframe = pytest.importorskip("dask.dataframe", reason="Dask is not installed")
-distributed = pytest.importorskip("distributed", reason="Dask is not installed")
-pd = pytest.importorskip("pandas")
+require("dask", "distributed", "pandas")
 pytestmark = pytest.mark.usefixtures("cpus")
 _SIZES = (5, 0, 13, 2)
 _CHILD = """
@@ -25,6 +24,8 @@ data.close()
 
 
 def partition(size, first):
+    import pandas as pd
+
     ids = np.arange(first, first + size)
     columns = {
         "id": ids,
@@ -35,7 +36,7 @@ def partition(size, first):
 
 
 def frame():
-    from dask import delayed
+    from dask import dataframe, delayed
 
     firsts = np.cumsum((0, *_SIZES[:-1])).tolist()
     parts = [delayed(partition)(size, first) for size, first in zip(_SIZES, firsts, strict=True)]
@@ -44,6 +45,8 @@ def frame():
 
 @pytest.fixture(scope="module")
 def client():
+    import distributed
+
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None}
     with distributed.LocalCluster(processes=False, **options) as cluster, distributed.Client(cluster) as client:
         yield client
@@ -91,7 +94,8 @@ def test_a_store_has_files_that_are_removed(client, tmp_path):
 
 
 def test_partitions_of_different_types_are_refused(client):
-    from dask import delayed
+    import pandas as pd
+    from dask import dataframe, delayed
 
     parts = [delayed(pd.DataFrame)({"id": values}) for values in ([1], [1.5])]
     mixed = dataframe.from_delayed(parts, meta=pd.DataFrame({"id": [1]}), verify_meta=False)
@@ -106,6 +110,8 @@ def child(path):
 
 @pytest.mark.long
 def test_other_processes_read_while_the_driver_holds_the_data(tmp_path):
+    import distributed
+
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     with distributed.LocalCluster(processes=True, **options) as cluster, distributed.Client(cluster) as client:
         data = from_dask(frame(), client=client)

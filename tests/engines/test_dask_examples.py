@@ -4,9 +4,9 @@ import re
 
 import pytest
 from child_environment import ROOT, run_python
+from optional_packages import require
 
-pytest.importorskip("distributed", reason="needs the extra `dask`")
-pytest.importorskip("sklearn", reason="needs the extra `examples`")
+require("distributed", "sklearn")
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 

@@ -6,8 +6,9 @@ import pytest
 from child_environment import run_python
 from engine_runs import HERE
 from local_ray import ray_directory
+from optional_packages import require
 
-pytest.importorskip("ray", reason="needs the extra `ray`")
+require("ray")
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 

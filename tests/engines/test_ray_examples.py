@@ -4,9 +4,9 @@ import re
 
 import pytest
 from child_environment import ROOT, run_python
+from optional_packages import require
 
-pytest.importorskip("ray", reason="needs the extra `ray`")
-pytest.importorskip("sklearn", reason="needs the extra `examples`")
+require("ray", "sklearn")
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from example_runs import LIMIT_SECONDS, ROOT, run_example
+from optional_packages import require
 
-digits_dataset = pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
+require("sklearn", "tensorflow_datasets")
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Holds the prepared dataset. Whatever would look for a network meanwhile fails."""
+    import digits_dataset
 
     def refuse(*arguments: Any, **_: Any) -> Any:
         raise AssertionError(f"a network was looked for: {arguments}")
@@ -30,6 +32,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def examples(data_dir: Path, split: str) -> list[dict[str, Any]]:
+    import digits_dataset
+
     return list(digits_dataset.Digits(data_dir=str(data_dir)).as_dataset(split=split).as_numpy_iterator())
 
 
@@ -58,6 +62,8 @@ def test_held_out_images_are_a_fifth_of_each_digit(data_dir: Path) -> None:
 
 
 def test_a_second_load_finds_the_same_data(data_dir: Path) -> None:
+    import digits_dataset
+
     first, second = (
         [
             (image.tobytes(), label)
@@ -85,6 +91,8 @@ def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
 
 
 def test_mnist_without_a_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import digits_dataset
+
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
     with pytest.raises(RuntimeError, match=r"(?s)mnist.*Received: .*Expected: .*tfdist run --network host"):
         digits_dataset.load("mnist", str(tmp_path))

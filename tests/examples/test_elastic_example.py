@@ -2,8 +2,9 @@
 
 import pytest
 from child_environment import ROOT, run_python
+from optional_packages import require
 
-pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
+require("sklearn", "tensorflow_datasets")
 
 pytestmark = [pytest.mark.long, pytest.mark.multi_process]  # `make demo` runs it, too
 

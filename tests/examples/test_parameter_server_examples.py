@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from example_runs import run_example
+from optional_packages import require
 
-pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
+require("sklearn", "tensorflow_datasets")
 
 pytestmark = pytest.mark.multi_process
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from child_environment import ROOT, run_python
+from optional_packages import require
 
-pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
+require("sklearn", "tensorflow_datasets")
 
 
 @pytest.mark.long  # `make demo` runs it, too

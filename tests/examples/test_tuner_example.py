@@ -4,8 +4,9 @@ import re
 
 import pytest
 from example_runs import run_example
+from optional_packages import require
 
-pytest.importorskip("keras_tuner", reason="needs the extra `examples`")
+require("keras_tuner", "sklearn", "tensorflow_datasets")
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 
 

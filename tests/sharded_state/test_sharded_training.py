@@ -12,7 +12,7 @@ from tfdist.strategies import MirroredStrategy
 # The parts of a variable begin at other addresses than the variable, so TensorFlow computes other values one by one
 # instead of eight at a time, where its `rsqrt` differs in the last bit. Norms are sums of parts.
 _ROUNDED = {"adadelta", "adagrad", "rmsprop", "clipnorm", "global_clipnorm", "everything"}
-# Others have the same kinds of slots and operations, or "everything" contains it.
+# Others have the same kinds of slots and operations, or "everything" contains it; two workers have momentum.
 _COVERED = {
     "accumulation",
     "adadelta",
@@ -25,6 +25,7 @@ _COVERED = {
     "clipvalue",
     "global_clipnorm",
     "lion",
+    "momentum",
     "rmsprop",
 }
 
@@ -90,7 +91,9 @@ def test_each_replica_holds_its_part_of_the_slots(cpus, replicas):
     assert max(owned) <= 1.05 * sum(owned) / replicas
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long), "float64"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(of, marks=pytest.mark.long) for of in ("float16", "float64"))]
+)
 def test_other_dtypes(cpus, dtype):
     def trained(shards):
         strategy = MirroredStrategy(cpus[:2], shard_optimizer_state=shards)

@@ -27,7 +27,8 @@ def compiled(strategy, units=24):
 
 
 def fit(model):
-    model.fit(tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(16), verbose=0)
+    targets = TARGETS[:, : model.output_shape[-1]]
+    model.fit(tf.data.Dataset.from_tensor_slices((INPUTS, targets)).batch(16), verbose=0)
 
 
 def checkpoint_of(strategy, model):
@@ -61,7 +62,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(cpus, name, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "when"), [pytest.param(2, 3, "before the first step", marks=pytest.mark.long), (4, 1, "after it")]
+    ("old", "new", "when"), [pytest.param(2, 3, "before the first step", marks=pytest.mark.long), (3, 1, "after it")]
 )
 def test_another_number_of_replicas_takes_the_residuals_over(cpus, old, new, when, tmp_path):
     strategy = MirroredStrategy(cpus[:old], compression=POLICIES["powersgd"]())
@@ -86,32 +87,28 @@ def test_another_number_of_replicas_takes_the_residuals_over(cpus, old, new, whe
         np.testing.assert_allclose(delivered / 0.05 + kept, np.sum(entries(strategy, "residual"), axis=0), atol=2e-6)
         return
     sums = [np.sum(entries(s, "residual"), axis=0) for s in (strategy, other_strategy)]
-    # Two or four numbers below 1, added in another order.
+    # Two or three numbers below 1, added in another order.
     np.testing.assert_allclose(sums[1], sums[0], atol=1e-6)
     for factor in entries(other_strategy, "factor"):
         np.testing.assert_array_equal(factor, entries(strategy, "factor")[0])
 
 
-def test_two_models_with_variables_of_one_path_keep_states_of_their_own(cpus):
+@pytest.mark.parametrize("units", [24, pytest.param(16, marks=pytest.mark.long)])
+def test_models_with_variables_of_one_path_have_states_of_their_own(cpus, units):
+    """Two at the same time, and one after them, to which they leave no residuals."""
     strategy = MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]())
     models = [compiled(strategy), compiled(strategy)]
     for model in models:
         fit(model)
-    alone = compiled(MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]()))
-    fit(alone)
-    for model in models:
-        np.testing.assert_array_equal(model.get_weights()[0], alone.get_weights()[0])
-
-
-@pytest.mark.parametrize("units", [24, pytest.param(16, marks=pytest.mark.long)])
-def test_a_model_that_is_gone_leaves_no_residuals_to_the_next_one(cpus, units):
-    strategy = MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]())
-    fit(compiled(strategy, 24))
+    weights = {24: [model.get_weights()[0] for model in models]}
+    del model, models
     keras.backend.clear_session()
     gc.collect()
-    weights = []
-    for of in (strategy, MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]())):
-        model = compiled(of, units)
-        model.fit(INPUTS[:8], TARGETS[:8, :units], verbose=0)
-        weights.append(model.get_weights()[0])
-    np.testing.assert_array_equal(*weights)
+    next_one = compiled(strategy, units)
+    fit(next_one)
+    weights.setdefault(units, []).append(next_one.get_weights()[0])
+    for number, kernels in weights.items():
+        alone = compiled(MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]()), number)
+        fit(alone)
+        for kernel in kernels:
+            np.testing.assert_array_equal(kernel, alone.get_weights()[0])

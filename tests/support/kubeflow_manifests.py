@@ -2,7 +2,8 @@
 
 The models are generated from the schemas of the custom resources: `kubeflow.training` for the Training Operator 1.9,
 `kubeflow_trainer_api` for Trainer 2. Neither rejects everything by itself: the former has types in tables only, the
-latter ignores unknown fields.
+latter ignores unknown fields. Their functions import them: every process of the tests imports this module, one checks
+manifests, and the packages take a second and a half.
 """
 
 import json
@@ -10,15 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import kubernetes_validate
-import kubernetes_validate.utils
-from kubeflow.training import models as operator_models
-from kubeflow_trainer_api import models as trainer_models
-
-TRAINER_MODELS = {
-    "TrainJob": trainer_models.TrainerV1alpha1TrainJob,
-    "TrainingRuntime": trainer_models.TrainerV1alpha1TrainingRuntime,
-}
 _TYPES = {"str": str, "int": int, "bool": bool}
 _COLLECTION = re.compile(r"(list|dict)[\[(](?:str, )?(.*)[\])]")
 TFJOB_PORT = 2222
@@ -36,6 +28,8 @@ def check_tfjob(manifest: Mapping[str, Any]) -> None:
 
 
 def _problems(value: Any, kind: str, path: str) -> Iterator[str]:
+    from kubeflow.training import models as operator_models
+
     collection = _COLLECTION.fullmatch(kind)
     model = getattr(operator_models, kind, None)
     if kind == "V1PodTemplateSpec":
@@ -62,6 +56,9 @@ def _problems(value: Any, kind: str, path: str) -> Iterator[str]:
 
 
 def _pod_problems(template: Any, path: str) -> Iterator[str]:
+    import kubernetes_validate
+    import kubernetes_validate.utils
+
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template}
     try:
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
@@ -76,7 +73,9 @@ def check_trainer(manifest: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A field has another type, or the schema does not have it.
     """
-    model = TRAINER_MODELS[manifest["kind"]].from_dict(json.loads(json.dumps(manifest)))
+    from kubeflow_trainer_api import models as trainer_models
+
+    model = getattr(trainer_models, f"TrainerV1alpha1{manifest['kind']}").from_dict(json.loads(json.dumps(manifest)))
     lost = next(_differences(manifest, model.to_dict(), manifest["kind"]), None)
     if lost is not None:
         raise ValueError(f"unknown field {lost}")

@@ -22,13 +22,14 @@ def pairwise(
     9
     """
     cases = product(factors, is_allowed)
-    pairs = [frozenset(_pairs(case)) for case in cases]
-    left = set().union(*pairs)
+    numbers: dict[Any, int] = {}  # of all pairs: sets of pairs are the bits of integers, which are faster
+    pairs = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case)) for case in cases]
+    left = (1 << len(numbers)) - 1
     chosen = []
     while left:
-        best = max(range(len(cases)), key=lambda index: len(pairs[index] & left))  # the first of the best
+        best = max(range(len(cases)), key=lambda index: (pairs[index] & left).bit_count())  # the first of the best
         chosen.append(cases[best])
-        left -= pairs[best]
+        left &= ~pairs[best]
     return chosen
 
 
