@@ -1,16 +1,19 @@
 """`FailureRecovery`: saves the training in the background and resumes it bit by bit after a failure."""
 
+import contextlib
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
-from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
+from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
@@ -34,7 +37,8 @@ from tfdist.recovery.recovery_warnings import (
 from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
-from tfdist.recovery.worker_coordination import WorkerCoordination
+from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
+from tfdist.training.strategy_protocol import training_strategy
 
 
 class FailureRecovery(LastCallback):
@@ -54,6 +58,11 @@ class FailureRecovery(LastCallback):
     with code 75; a second signal ends the process at once. During validation they take effect after the next training
     step. Python delivers signals to the main thread; where `fit` runs in another thread, `request_exit` does the same.
     In Ray Train all workers save when a node is about to be lost, and train until Ray restarts them (`docs/ray.md`).
+
+    In elastic training the workers that train save together, also while others are missing. A worker that starts later
+    takes the state of another one in place of that of a checkpoint, and saves with the others when it trains with them.
+    The signals, and `request_exit`, make a single worker leave, without a save; if they reach all, these save first
+    (`docs/elastic.md`).
 
     A finished training is marked: `fit` of the same program then warns, trains nothing and returns the same History,
     unless it is asked for more epochs. A training that a callback ends by `stop_training` is finished, too. One that
@@ -120,6 +129,9 @@ class FailureRecovery(LastCallback):
         self._store = CheckpointStore(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
+        self._report_saved: Callable[[int, int], None] | None = None
+        self._preemption: PreemptionHandler | None = None
+        self._ray_notices: RayTrainNotices | None = None
         self._exit_requested = threading.Event()
         self.saves, self.stall_seconds = 0, 0.0
         patch_epoch_iterator()
@@ -136,17 +148,16 @@ class FailureRecovery(LastCallback):
         strategy = self.model.distribute_strategy
         rank, num_workers = rank_and_num_workers(strategy)
         warn_untested_on_tpu(strategy)
-        self._coordination = WorkerCoordination(rank, num_workers)
+        elastic = training_strategy(strategy).elastic_coordination
+        self._coordination: Coordination = elastic or WorkerCoordination(rank, num_workers)
         self._coordination.wait_for_chief(self._store.peer_timeout_seconds)
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
         timeout = self._store.peer_timeout_seconds
         self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
-        if rank == 0:
-            warn_lost_callback_state(self.others)
-            self._lock_directory()
-            self._state.check_workers_see(self._store.directory)
-        sequence, self._attempt = self._coordination.broadcast("resume", self._choose() if rank == 0 else None)
+        sequence, self._attempt, self._is_locked = None, "", False
+        if not self._coordination.starts_late:  # otherwise `join` follows, or `train_alone`
+            sequence, self._attempt = self._coordination.decide("resume", self._choose)
         self._restored: Checkpoint | None = None
         self._reports_resume_cost = False
         self._was_complete = self._is_terminated_by_nan = False
@@ -156,19 +167,14 @@ class FailureRecovery(LastCallback):
         if sequence is not None:
             self._resume(open_chosen_checkpoint(self._store, sequence, rank))
         self._learning_rates.mark_trained()
-        self._next_sequence = 0 if sequence is None else sequence + 1
+        self._first_sequence = self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
-        fit = running_fit(self.model)
-        self._preemption = PreemptionHandler(
-            self._coordination, lambda frame: fit is not None and fit.is_caller_of(frame), self._exit_requested
-        )
-        self._preemption.listen()
-        self._ray_notices = RayTrainNotices.of_this_worker(rank, num_workers, self._progress.step)
-        if self._handle_signals:
-            self._iterator.on_fit_end(self._preemption.uninstall)
-            if not self._preemption.install() and not self._ray_notices.are_given:
-                warn_signals_not_handled()
-        self._heartbeat = Heartbeat.of_training(self._progress.step)
+        self._saved_progress: TrainingProgress | None = None
+        self._preemption = self._ray_notices = None
+        if isinstance(self._coordination, WorkerCoordination):
+            self._listen(self._coordination)
+        elif self._handle_signals and threading.current_thread() is not threading.main_thread():
+            warn_signals_not_handled()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)
@@ -189,8 +195,8 @@ class FailureRecovery(LastCallback):
         if self._heartbeat is not None:
             self._heartbeat.step(step)
         # Ask all on every worker: all must find the same steps.
-        is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(step)
-        is_due |= self._ray_notices.is_due(step)
+        is_due, is_preempted = self._schedule.is_due(step), self._is_preempted(step)
+        is_due |= self._ray_notices is not None and self._ray_notices.is_due(step)
         self._is_terminated_by_nan = is_terminated_by_nan(self.model, self.others, logs)
         if self._is_terminated_by_nan or self.model.stop_training:  # training would resume from a checkpoint saved now
             return
@@ -201,7 +207,7 @@ class FailureRecovery(LastCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_epoch(), None
-        is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._preemption.is_due(self._progress.step)
+        is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._is_preempted(self._progress.step)
         is_last = self.model.stop_training or epoch + 1 >= self._epochs
         if (is_due or is_preempted) and not is_last:  # after the last epoch `on_train_end` saves
             self._save()
@@ -224,25 +230,103 @@ class FailureRecovery(LastCallback):
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_terminated_by_nan and self.model.stop_training:  # another callback may have unset stop_training
             self._writer.wait()
-            if self._coordination.rank == 0:
+            if self._coordination.is_chief:
                 warn_terminated_by_nan(self._progress.step, self._store.directory)
         elif not self._was_complete:
             stopped = bool(self.model.stop_training)
             self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
             self._save()
             self._writer.wait()
-        self._preemption.close()
+        if self._preemption is not None:
+            self._preemption.close()
         if self._heartbeat is not None:
             self._heartbeat.phase("finished")
             self._heartbeat = None  # no step follows an `evaluate` with this callback
+
+    # What an elastic training asks.
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """How far the training is."""
+        return self._progress
+
+    @property
+    def handled_signals(self) -> Sequence[int]:
+        """The signals that make a worker exit."""
+        return (signal.SIGTERM, signal.SIGUSR1) if self._handle_signals else ()
+
+    @property
+    def is_asked_to_exit(self) -> bool:
+        """Whether `request_exit` was called."""
+        return self._exit_requested.is_set()
+
+    def report_saves(self, report: Callable[[int, int], None]) -> None:
+        """Calls `report` with the number and the step of each checkpoint that this worker has committed."""
+        self._report_saved = report
+
+    def state_to_join(self) -> dict[str, Any]:
+        """Returns, as JSON, what a worker that joins needs to save with the others."""
+        return {
+            "attempt": self._attempt,
+            "first_sequence": self._first_sequence,
+            "schedule": self._schedule.state(),
+            "learning_rates": self._learning_rates.values,
+            "drawn": self._drawn,
+        }
+
+    def join(self, progress: TrainingProgress, state: dict[str, Any]) -> None:
+        """This worker has the state of another one, with its `progress` and its `state_to_join`."""
+        self._progress, self._attempt = progress, state["attempt"]
+        self._first_sequence = self._next_sequence = state["first_sequence"]
+        self._schedule.resume(state["schedule"])
+        self._learning_rates.values, self._drawn = state["learning_rates"], state["drawn"]
+
+    def train_alone(self) -> None:
+        """The others are in a later `fit`: a completed training is restored, otherwise this worker trains by itself.
+
+        It saves nothing.
+        """
+        checkpoint, _ = self._store.newest()
+        if checkpoint is not None and TrainingProgress(**checkpoint.metadata["progress"]).is_complete(self._epochs):
+            self._resume(checkpoint)
+
+    def save_to_leave(self) -> None:
+        """Saves after the last step and waits until it is written. All workers call this, and leave."""
+        if self._saved_progress != self._progress:
+            self._save(is_last=True)
+        self._writer.wait()
+        self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
+
+    def finish_saves(self) -> None:
+        """Waits for what is being written, and logs its error."""
+        self._writer.drain()
 
     @property
     def _epochs(self) -> int:
         return int(self.params.get("epochs", 0))
 
-    def _lock_directory(self) -> None:
+    def _listen(self, coordination: WorkerCoordination) -> None:
+        """Handles signals and requests to exit, on all workers alike, and reports progress."""
+        fit, step = running_fit(self.model), self._progress.step
+        preemption = self._preemption = PreemptionHandler(
+            coordination, lambda frame: fit is not None and fit.is_caller_of(frame), self._exit_requested
+        )
+        preemption.listen()
+        self._ray_notices = RayTrainNotices.of_this_worker(coordination.rank, coordination.num_workers, step)
+        if self._handle_signals:
+            self._iterator.on_fit_end(preemption.uninstall)
+            if not preemption.install() and not self._ray_notices.are_given:
+                warn_signals_not_handled()
+        self._heartbeat = Heartbeat.of_training(step)
+        self._report_saved = None if self._heartbeat is None else self._heartbeat.saved
+
+    def _is_preempted(self, step: int) -> bool:
+        return self._preemption is not None and self._preemption.is_due(step)
+
+    def _lock_directory(self, *timeout_seconds: float) -> None:
         writer, lock = self._writer, DirectoryLock(self._store.directory)  # not `self`: an earlier `fit` may end later
-        lock.acquire()
+        lock.acquire(*timeout_seconds)
+        self._is_locked = True
 
         def release() -> None:
             writer.drain()
@@ -252,6 +336,9 @@ class FailureRecovery(LastCallback):
 
     def _choose(self) -> tuple[int | None, str]:
         """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
+        warn_lost_callback_state(self.others)
+        self._lock_directory()
+        self._state.check_workers_see(self._store.directory)
         checkpoint = choose_checkpoint(self._store)
         return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
 
@@ -263,12 +350,13 @@ class FailureRecovery(LastCallback):
         self._was_complete = progress.is_complete(epochs)
         if self._was_complete:
             start_at_epoch(self.model, epochs)
-            if rank == 0:
+            if self._coordination.is_chief:
                 warn_training_complete(progress, epochs, self._store.directory)
         else:
             progress = replace(progress, stopped=False, requested_epochs=None)
-            # An additional worker resumes at the position of rank 0.
-            position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
+            # A worker of which nothing is saved resumes at the position of the first one.
+            saved = checkpoint.saved_ranks
+            position = checkpoint.read_rank(rank if rank in saved else saved[0]).metadata["position"]
             same_workers = checkpoint.num_ranks == num_workers
             self._iterator.resume_at(Position.from_json(position), replay=self._replay_data, same_workers=same_workers)
             self._reports_resume_cost = True
@@ -278,18 +366,22 @@ class FailureRecovery(LastCallback):
             self._state.adopt_accumulation_steps(checkpoint)  # that callback does so only when the epoch begins
         self._state.restore(checkpoint, rank, num_workers, metrics=self._was_complete)
         self._progress, self._restored = progress, checkpoint
-        if rank == 0 and not self._was_complete:
+        warns = self._coordination.is_chief and not self._was_complete
+        if warns:
             warn_other_seed(checkpoint.metadata.get("drawn"), self._drawn)
-        self._learning_rates.compare_with_restored(
-            checkpoint.metadata.get("learning_rates"), self.others, warn=rank == 0 and not self._was_complete
-        )
+        self._learning_rates.compare_with_restored(checkpoint.metadata.get("learning_rates"), self.others, warn=warns)
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool = False) -> None:
         """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this."""
         rank, num_workers, progress = self._coordination.rank, self._coordination.num_workers, self._progress
+        saving = self._coordination.begin_save(is_last=is_last)
+        if saving is None:
+            self._schedule.saved()
+            return
+        is_chief = saving.chief == rank
         # What is written must not change with `self`, which a later `fit` may use while an earlier one still writes.
-        store, sequence, attempt = self._store, self._next_sequence, self._attempt
-        on_written = None if self._heartbeat is None else self._heartbeat.saved
+        store, attempt, on_written = self._store, self._attempt, self._report_saved
+        sequence = self._coordination.sequence_of_save(self._first_sequence, self._next_sequence)
         metadata = {
             "progress": asdict(progress),
             "step": progress.step,
@@ -301,8 +393,11 @@ class FailureRecovery(LastCallback):
         started = time.perf_counter()
         position = self._iterator.position(progress.next_step, self._logs)
         self._writer.wait()  # the next snapshot overwrites what it writes
-        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
-        self._next_sequence += 1
+        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=is_chief)
+        self._next_sequence, self._saved_progress = sequence + 1, progress
+        if is_chief and not self._is_locked:
+            with contextlib.suppress(CheckpointError):  # an earlier chief may be frozen, and hold it until it ends
+                self._lock_directory(0)
 
         def write() -> None:
             snapshot.finish()
@@ -315,8 +410,9 @@ class FailureRecovery(LastCallback):
                 shared_shard=snapshot.shared,
                 metadata=metadata,
                 worker_files=snapshot.worker_files,
+                saving=saving,
             )
-            if on_written is not None and rank == 0:  # the chief's write ends after those of all ranks
+            if on_written is not None and is_chief:  # the chief's write ends after those of all ranks
                 on_written(sequence, progress.step)
 
         self._writer.submit(write)
@@ -327,6 +423,7 @@ class FailureRecovery(LastCallback):
         self.saves += 1
 
     def _exit(self) -> None:
+        assert isinstance(self._coordination, WorkerCoordination) and self._preemption is not None
         self._writer.wait()
         self._coordination.wait_to_exit()  # the chief has committed
         self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
@@ -334,6 +431,6 @@ class FailureRecovery(LastCallback):
         exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=self._coordination.num_workers == 1)
 
     def _say(self, message: str) -> None:
-        if self._coordination.rank == 0 and self.params.get("verbose"):
+        if self._coordination.is_chief and self.params.get("verbose"):
             sys.stdout.write(f"FailureRecovery: {message}\n")
             sys.stdout.flush()

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
+from tfdist.elastic.elastic_coordination import ElasticCoordination
 from tfdist.elastic.elastic_fit import ElasticFit
 from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
 from tfdist.elastic.step_variables import check_updates, variables_of_steps
@@ -57,7 +58,8 @@ class ElasticTraining:
         self._row_shares, self._strategy = strategy.row_shares, weakref.ref(strategy)
         self._transactions = exchange_start.step_transactions()
         self._group = self._transactions.group
-        self.metric_totals = MetricTotals()
+        self.metric_totals = totals = MetricTotals()
+        self.coordination = ElasticCoordination(self._transactions, lambda is_own: totals.divide(is_first=is_own))
         patch_epoch_iterator()
         if self.starts_late or self.living_ranks:
             self._row_shares.give_rows_to([self._group.rank] if self.starts_late else self.living_ranks)
@@ -105,7 +107,7 @@ class ElasticTraining:
 
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
-        return [ElasticFit(self._transactions, self._take_no_rows)]
+        return [ElasticFit(self._transactions, self.coordination, self._take_no_rows)]
 
     def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns the function of Keras that runs steps of the model, each of which counts on all workers or on none.

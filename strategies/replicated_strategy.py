@@ -242,6 +242,11 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """The sums of the states of metrics over all workers, if these may be lost."""
         return None if self._elastic is None else self._elastic.metric_totals
 
+    @property
+    def elastic_coordination(self) -> Any:
+        """How the workers of an elastic training agree on saves; `None` in others."""
+        return None if self._elastic is None else self._elastic.coordination
+
     def _check_workers(self) -> None:
         """Raises an error if a reduction or gathering over several workers cannot run any more."""
         if self.num_workers > 1:  # within one process they need no collectives

@@ -116,7 +116,7 @@ def test_corrupt_checkpoints_are_never_overwritten(tmp_path):
 def test_the_chief_waits_for_peer_timeout_seconds(tmp_path, monkeypatch):
     waited = []
 
-    def collect(directory, ranks, *, timeout_seconds):
+    def collect(directory, ranks, *, timeout_seconds, lost):
         waited.append(timeout_seconds)
         return {}
 

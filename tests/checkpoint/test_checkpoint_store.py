@@ -196,12 +196,12 @@ def test_a_rank_saves_a_number_once_in_an_attempt(store, save):
 def test_another_format_is_an_error_before_anything_is_read(store, save, assert_complete, monkeypatch):
     save(store, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 5)
+        patch.setattr(manifest, "FORMAT", 6)
         later = save(CheckpointStore(store.directory), 2).path
     for file in later.glob("*.safetensors"):
         file.unlink()
     for call in (store.newest, lambda: store.open(2), lambda: save(store, 2, attempt="b")):
-        with pytest.raises(CheckpointError, match="written by another version of tfdist. Received: format 5. Expected"):
+        with pytest.raises(CheckpointError, match="written by another version of tfdist. Received: format 6. Expected"):
             call()
     assert [entry.status for entry in store.list_checkpoints()] == ["complete", "other format"]
     assert store.prune(1) == [] and later.exists()

@@ -1,5 +1,6 @@
 """The manifest: every changed bit is found, and another format is distinguished from damage."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -21,6 +22,12 @@ def test_it_comes_back():
 
 def test_it_is_json_with_its_format():
     assert json.loads(WRITTEN.to_bytes())["format"] == manifest.FORMAT == 3
+
+
+def test_one_that_lacks_ranks_has_another_format_than_others():
+    lacking = dataclasses.replace(WRITTEN, num_ranks=3, missing_ranks=(1, 2))
+    assert Manifest.from_bytes(lacking.to_bytes()) == lacking and lacking.saved_ranks == (0,)
+    assert json.loads(lacking.to_bytes())["format"] == 5 and "missing_ranks" not in json.loads(WRITTEN.to_bytes())
 
 
 def test_every_flipped_bit_is_found():
@@ -46,12 +53,12 @@ def test_other_content_is_corrupt(content):
         Manifest.from_bytes(content)
 
 
-@pytest.mark.parametrize("number", [2, 5])
+@pytest.mark.parametrize("number", [2, 6])
 def test_another_format_is_named_whatever_the_rest_of_the_manifest(number):
     content = {"format": number, "unheard of": [1, 2]}
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     data = json.dumps({**content, "checksum": checksum}, indent=1).encode() + b"\n"
-    with pytest.raises(OtherFormatError, match=f"Received: format {number}. Expected: format 3 or 4"):
+    with pytest.raises(OtherFormatError, match=f"Received: format {number}. Expected: format 3 to 5"):
         Manifest.from_bytes(data)
     with pytest.raises(CorruptCheckpointError):
-        Manifest.from_bytes(data.replace(f"{number},".encode(), b"6,", 1))
+        Manifest.from_bytes(data.replace(f"{number},".encode(), b"7,", 1))

@@ -106,7 +106,13 @@ def one_leaves(strategy, folder, callbacks):
     return _fit(strategy, folder, callbacks, optimizer, lambda: [keras.layers.Dense(16, "tanh")])
 
 
-FITS = {fit.__name__: fit for fit in (chief_is_lost, two_are_lost, one_leaves)}
+def recovered(strategy, folder, callbacks):
+    """Statistics of batch normalization; saved while a worker is missing, and restored on all."""
+
+    def layers():
+        return [keras.layers.Dense(16, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
+
+    return _fit(strategy, folder, callbacks, _momentum, layers)
 
 
 def _momentum():
@@ -115,6 +121,10 @@ def _momentum():
 
 def _dense():
     return [keras.layers.Dense(16, "tanh")]
+
+
+# The first one is restored by workers that join a later one.
+FITS = {fit.__name__: fit for fit in (recovered, chief_is_lost, two_are_lost, one_leaves)}
 
 
 def compiled(strategy, folder, callbacks):
@@ -145,6 +155,11 @@ def compressed(strategy, folder, callbacks):
 def rounded(strategy, folder, callbacks):
     """Gradients of eight bits: what a worker adds up for the others must not be missing when it is lost."""
     return _fit(strategy, folder, callbacks, _momentum, lambda: [keras.layers.Dense(64, "tanh")])
+
+
+def preempted(strategy, folder, callbacks):
+    """All are asked to leave, and started again."""
+    return _fit(strategy, folder, callbacks, _momentum, _dense)
 
 
 MORE_FITS = {fit.__name__: fit for fit in (compiled, eager, from_python, own_step, compressed, rounded)}

@@ -1,9 +1,10 @@
 """The program of the workers in `test_elastic_on_workers.py`: trainings during which workers are lost and join again.
 
-python on_workers_elastic_fits.py FOLDER [NAME]     one of `MORE_FITS`, on two devices a worker
+python on_workers_elastic_fits.py FOLDER [NAME]     one of `MORE_FITS`, on two devices a worker, or "preempted"
 """
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -23,6 +24,14 @@ FAULTS = {
     "rounded": [(1, 60, signal.SIGKILL)],
 }
 _LONGEST_WAIT_SECONDS = 120.0
+# By training: when `FailureRecovery` saves. In "recovered" rank 0 is lost before it commits the save after step 20, and
+# the two others after step 33.
+SAVES = {
+    "recovered": {"every_steps": 4},
+    "one_leaves": {"every_steps": 7, "every_seconds": 0.5},
+    "preempted": {"every_epochs": 10},
+}
+_UNCOMMITTED, _ALL_END = 20, 33
 
 
 def main(folder, name=None):
@@ -32,7 +41,32 @@ def main(folder, name=None):
     import numpy as np
     import tensorflow as tf
 
+    from tfdist.callbacks import FailureRecovery
+    from tfdist.checkpoint import CheckpointStore
+    from tfdist.checkpoint.sharded_save import ShardedSave
     from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    def saved(name, rank):
+        """Writes what `FailureRecovery` will find, and returns it."""
+        directory = folder / name / "checkpoints"
+        store = CheckpointStore(directory)
+        found = [store.open(info.sequence) for info in store.list_checkpoints() if info.status == "complete"]
+        facts = [[checkpoint.metadata["step"], checkpoint.saved_ranks] for checkpoint in found]
+        path = folder / f"{name}-{rank}-{os.environ['TFDIST_ATTEMPT']}.json"
+        if not path.exists():  # by an earlier process
+            path.write_text(json.dumps(facts))
+        return FailureRecovery(directory, **SAVES[name])
+
+    commit = ShardedSave._commit
+
+    def commit_unless_lost(save, manifest):
+        mark = folder / "recovered-0.lost"
+        if save._directory.parent.name == "recovered" and manifest.metadata["step"] == _UNCOMMITTED:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(save, manifest)
+
+    ShardedSave._commit = commit_unless_lost
 
     if name is not None:
         devices = [tf.config.LogicalDeviceConfiguration()] * 2
@@ -51,22 +85,31 @@ def main(folder, name=None):
             strategy = self._strategy
             living = strategy.living_ranks
             is_complete = len(living) == strategy.num_workers
-            for rank, at, number in FAULTS[self._name]:
+            for rank, at, number in FAULTS.get(self._name, ()):
                 mark = folder / f"{self._name}-{rank}.lost"
                 if rank == strategy.rank and step >= at and is_complete and not mark.exists():
                     mark.touch()
                     os.kill(os.getpid(), number)
-            if living and not is_complete and time.monotonic() < self._waits_until:
+            if self._name == "preempted" and not (folder / "leaves").exists():
+                (folder / f"trains-{strategy.rank}").touch()
+                time.sleep(0.1)
+            elif self._name == "recovered":
+                mark = folder / f"recovered-{strategy.rank}.lost"
+                if len(living) == 2 and step >= _ALL_END and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif living and not is_complete and time.monotonic() < self._waits_until:
                 time.sleep(0.25 * self._trained.steps_per_execution)
 
-    fits = elastic_fits.FITS if name is None else {name: elastic_fits.MORE_FITS[name]}
+    fits = elastic_fits.FITS if name is None else {name: getattr(elastic_fits, name)}
     for name, fit in fits.items():
         print(f"training: {name}", flush=True)
         own = folder / name
         own.mkdir(exist_ok=True)
         strategy = MultiWorkerMirroredStrategy(**elastic_fits.STRATEGY_OPTIONS.get(name, {}))
         faults = functools.partial(Faults, name, strategy)
-        results = fit(strategy, own, lambda model, faults=faults: [faults(model)])
+        recovery = [saved(name, strategy.rank)] if name in SAVES else []
+        results = fit(strategy, own, lambda model, faults=faults, recovery=recovery: [faults(model), *recovery])
         if strategy.living_ranks:  # one that is started again computes earlier trainings by itself
             np.savez(folder / f"{name}-{strategy.rank}.npz", **results)
 

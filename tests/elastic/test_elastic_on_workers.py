@@ -1,25 +1,32 @@
 """Trainings in which workers are lost and join again compute what one process does, under `tfdist run --elastic`."""
 
 import csv
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import elastic_fits
 import numpy as np
 import pytest
+from child_environment import child_environment
 from launched_runs import launch, launch_once
+from thread_workers import wait_until
 
+from tfdist.checkpoint import CheckpointStore
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.strategies import MirroredStrategy
 
 _SCRIPT = Path(__file__).with_name("on_workers_elastic_fits.py")
 # 240 updates of sums that associate differently; Adam passes on the relative error of small gradients.
-_TOLERANCE = {"chief_is_lost": 1e-5, "two_are_lost": 5e-5, "one_leaves": 5e-6}
+_TOLERANCE = {"recovered": 1e-5, "chief_is_lost": 1e-5, "two_are_lost": 5e-5, "one_leaves": 5e-6}
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
 
 
 @pytest.fixture(scope="module")
 def elastic_run(tmp_path_factory):
-    options = ["--workers", "3", "--elastic", "1"]
+    options = ["--workers", "3", "--elastic", "1", "--max-restarts", "1"]
     return launch_once(tmp_path_factory, "elastic fits", _SCRIPT, options=options)
 
 
@@ -36,7 +43,7 @@ def one_process(tmp_path_factory):
 
 def test_the_run_ends_without_an_error_and_counts_losses(elastic_run):
     output = elastic_run.assert_complete().output
-    assert "4 workers lost, 4 joined" in output, output[-3000:]
+    assert "5 workers lost, 4 joined" in output, output[-3000:]
     assert "worker 1 left, as it was asked to" in output, output[-3000:]
     assert output.count("has joined the others") == 4, output[-3000:]
 
@@ -50,6 +57,22 @@ def test_weights_logs_and_predictions_are_those_of_one_process(elastic_run, one_
         for key, values in expected.items():
             tolerance = _TOLERANCE[name]
             np.testing.assert_allclose(got[key], values, rtol=tolerance, atol=tolerance, err_msg=f"{key}, {rank}")
+
+
+def test_when_all_have_ended_they_continue_from_what_those_have_saved_that_were_left(elastic_run):
+    for rank in range(3):
+        assert elastic_run.json(f"recovered-{rank}-0.json") == []
+        found = elastic_run.json(f"recovered-{rank}-1.json")
+        (step, ranks), before = found[-1], [step for step, _ in found]
+        assert step in (28, 32) and ranks == [1, 2], found
+        assert 20 not in before and 24 in before, "a save whose chief was lost is given up, and the next one is not"
+
+
+def test_a_worker_that_has_joined_saves_with_the_others(elastic_run):
+    store = CheckpointStore(elastic_run.path("one_leaves") / "checkpoints")
+    last, _ = store.newest()
+    assert (last.metadata["step"], last.saved_ranks) == (240, (0, 1, 2))
+    assert not [*store.directory.glob(".unfinished*")]
 
 
 @pytest.mark.parametrize("name", elastic_fits.FITS)
@@ -74,6 +97,27 @@ def test_more_trainings_on_two_devices_a_worker(tmp_path, name):
     tolerance = 5e-3 if name == "rounded" else 1e-5
     for key, values in elastic_fits.MORE_FITS[name](MirroredStrategy(["CPU:0"]), tmp_path, lambda model: []).items():
         np.testing.assert_allclose(first[key], values, rtol=tolerance, atol=tolerance, err_msg=key)
+
+
+@pytest.mark.long
+def test_all_that_are_asked_to_leave_save_first_and_continue_when_they_are_started_again(tmp_path):
+    options = ["--workers", "3", "--elastic", "1"]
+    command = [sys.executable, "-m", "tfdist.launch", "run", *options, str(_SCRIPT), str(tmp_path), "preempted"]
+    with subprocess.Popen(command, env=child_environment(TMPDIR=str(tmp_path))) as process:
+        wait_until(lambda: all((tmp_path / f"trains-{rank}").exists() for rank in range(3)), "steps")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == PREEMPTED_EXIT_CODE
+    (tmp_path / "leaves").touch()
+    store = CheckpointStore(tmp_path / "preempted" / "checkpoints")
+    (saved,) = store.list_checkpoints(verify_checksums=True)
+    assert saved.status == "complete" and 0 < saved.metadata["step"] < 240
+    run = launch(tmp_path, _SCRIPT, "preempted", options=options).assert_complete()
+    (tmp_path / "alone").mkdir()
+    expected = elastic_fits.preempted(MirroredStrategy(["CPU:0"]), tmp_path / "alone", lambda model: [])
+    for rank in range(3):
+        got = run.arrays(f"preempted-{rank}.npz")
+        for key, values in expected.items():
+            np.testing.assert_allclose(got[key], values, rtol=1e-5, atol=1e-5, err_msg=key)
 
 
 def test_the_file_of_a_callback_is_continued_when_its_worker_is_lost(elastic_run, one_process):

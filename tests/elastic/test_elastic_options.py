@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.callbacks import FailureRecovery
-from tfdist.elastic.elastic_fit import ElasticFit, reject_recovery
+from tfdist.elastic.elastic_fit import ElasticFit, reject_backups
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.launch.cli.main import main
 from tfdist.recovery.training_state import TrainingProgress
@@ -78,9 +78,8 @@ _REFUSED = {
         lambda _: ElasticTraining(SimpleNamespace(replicas_of_workers=(1, 2))),
         r"Received: \[1, 2\] devices, by rank",
     ),
-    "`FailureRecovery`": (lambda folder: reject_recovery([FailureRecovery(folder)]), "Received: FailureRecovery in"),
     "`BackupAndRestore`": (
-        lambda folder: reject_recovery([keras.callbacks.BackupAndRestore(folder)]),
+        lambda folder: reject_backups([FailureRecovery(folder), keras.callbacks.BackupAndRestore(folder)]),
         "Received: BackupAndRestore in the callbacks",
     ),
     "NCCL": (lambda _: check_elastic_options(communication_options=_NCCL), "NCCL has a fixed group of workers"),
@@ -112,12 +111,12 @@ def test_a_callback_that_accumulates_is_refused_before_the_epoch():
         fit.on_epoch_begin(1)
 
 
-def test_a_callback_of_the_program_that_recovers_is_refused(tmp_path):
-    class Own(FailureRecovery):
+def test_a_callback_of_the_program_that_restores_backups_is_refused(tmp_path):
+    class Own(keras.callbacks.BackupAndRestore):
         pass
 
     with pytest.raises(ValueError, match="Received: Own in the callbacks"):
-        reject_recovery([Own(tmp_path)])
+        reject_backups([Own(str(tmp_path))])
 
 
 def test_the_command_refuses_several_hosts(capsys):

@@ -57,6 +57,7 @@ class ThreadWorker:
         totals: Its state after each step that it has committed.
         error: What ended its training.
         after_exchange: Called within each step, when its sums are there.
+        after_step: Called after each step that counts.
         before_state: Called on the thread that sends its state, before it does.
         refusal: Why it cannot send its state, if it cannot.
     """
@@ -78,6 +79,7 @@ class ThreadWorker:
         self.exchange: Exchange
         self.exchanges_of_step = 1
         self.after_exchange: Callable[[], None] = lambda: None
+        self.after_step: Callable[[], None] = lambda: None
         self.before_state: Callable[[], None] = lambda: None
         self.refusal = ""
         self.thread = threading.Thread(target=self._main, daemon=True)
@@ -125,6 +127,7 @@ class ThreadWorker:
             transactions.run(self._step, self._state)  # type: ignore[arg-type]
             self.totals[self.membership.committed_steps] = int(self._state.values[0])
             assert (self._state.values == self._state.values[0]).all()
+            self.after_step()
             if group.donor.is_asked and self.membership.is_member:
                 self._give_state()
             time.sleep(_STEP_SECONDS)

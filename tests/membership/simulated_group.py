@@ -13,6 +13,11 @@ _SILENCE_SECONDS = 0.5
 _RANKS = 10**6  # each worker has another one
 
 
+def asks_to_leave(number: int, step: int) -> bool:
+    """Whether a worker says with a step that it would leave. It stays: here only who knows that matters."""
+    return (3 * number + step) % 5 == 0
+
+
 class SimulatedWorker:
     """Computes steps: contributes to the sums of its view, waits for all contributions, commits.
 
@@ -45,6 +50,7 @@ class SimulatedWorker:
         """Says that it has the sums, also when the view is about to end."""
         before = self.agreement.view, self.agreement.committed
         self.has_said = True
+        self.agreement.leaves = asks_to_leave(self.number, self.agreement.committed + 1)
         self.agreement.has_sums()
         if self.number in self.group.workers:
             self.follow(before)
@@ -103,6 +109,7 @@ class SimulatedWorker:
             assert self.view_of_sums is not None
             self.state.append(self.view_of_sums)
             self.group.commits(self.number, len(self.state), self.view_of_sums)
+            self.group.leave(len(self.state), view, agreement.leaving)
             self.contributed, self.has_contributed, self.view_of_sums = set(), False, None
             for worker in agreement.joining:
                 self.send_state(worker)
@@ -146,6 +153,7 @@ class SimulatedGroup:
         self.history: list[tuple[int, int]] = []  # of the state of all
         self.workers: dict[int, SimulatedWorker] = {}
         self.dead: dict[int, SimulatedWorker] = {}
+        self.leaving: dict[int, set[int]] = {}  # after each step, as far as anybody knows
         self.sent = 0
         self.kill_at: set[int] = set()  # numbers of messages: who sends one of them ends before it has sent it
         for number in range(size):
@@ -175,6 +183,12 @@ class SimulatedGroup:
         if step == len(self.history) + 1:
             self.history.append(view)
         assert self.history[step - 1] == view, (number, step, view, self.history[step - 1])
+
+    def leave(self, step: int, view: View, leaving: Collection[int]) -> None:
+        """Checks that who knows who leaves after a step of a view knows all of them, as all others do."""
+        if leaving:
+            self.leaving[step] = set(leaving)
+            assert set(leaving) == {number for number in view.members if asks_to_leave(number, step)}, (step, leaving)
 
     def separate(self, *sides: Collection[int]) -> None:
         """Cuts all connections between workers of different sides; without sides, none."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from membership.simulated_group import SimulatedGroup
+from membership.simulated_group import SimulatedGroup, asks_to_leave
 
 from tfdist.membership.agreement import Agreement
 from tfdist.membership.decisions import NO_VIEW, Decision, NoMajority, Report, View, decide
@@ -23,7 +23,10 @@ def _messages(group: SimulatedGroup, events: int, stride: int) -> Iterable[int]:
 def test_steps_are_committed_by_all(size: int) -> None:
     group = SimulatedGroup(size, seed=size)
     group.run(3000)
-    assert min(worker.agreement.committed for worker in group.workers.values()) >= 10
+    committed = min(worker.agreement.committed for worker in group.workers.values())
+    assert committed >= 10
+    for step in range(1, committed + 1):
+        assert group.leaving.get(step, set()) == {number for number in range(size) if asks_to_leave(number, step)}
 
 
 @SAMPLE

@@ -13,9 +13,10 @@ DIR/.unfinished-0000000008-<attempt>/      a save in progress, or an interrupted
 DIR/.lock                                  names the process that trains in the directory
 ```
 
-A save writes all files under the temporary name and flushes each to disk; rank 0 writes the manifest last and renames
-the directory. So a directory named `ckpt-…` was complete when it got this name, whatever was killed when. Checksums
-show later damage: a reader skips a corrupt checkpoint and takes the newest complete one.
+A save writes all files under the temporary name and flushes each to disk; rank 0, or in an elastic training the oldest
+worker, writes the manifest last and renames the directory. So a directory named `ckpt-…` was complete when it got this
+name, whatever was killed when. Checksums show later damage: a reader skips a corrupt checkpoint and takes the newest
+complete one.
 
 Tensors are stored as safetensors. The format contains no pickle, so reading a file runs none of its code; other
 programs read it; reading needs neither TensorFlow nor the complete file in memory; and the library writes without
@@ -40,7 +41,7 @@ from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import CheckpointError, OtherFormatError
 from tfdist.checkpoint.shard import Shard
-from tfdist.checkpoint.sharded_save import WorkerFiles
+from tfdist.checkpoint.sharded_save import SavingRanks, WorkerFiles
 
 __all__ = [
     "BackgroundWriter",
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointStore",
     "DirectoryLock",
     "OtherFormatError",
+    "SavingRanks",
     "Shard",
     "WorkerFiles",
 ]

@@ -34,7 +34,8 @@ class Checkpoint:
     Attributes:
         path: The directory.
         sequence: The sequence number.
-        num_ranks: The number of ranks that wrote it.
+        num_ranks: The number of ranks of the training that wrote it.
+        saved_ranks: Those of them that have saved their part: all, unless some were lost in an elastic training.
         metadata: JSON that the writer stored in the manifest, readable without reading tensors.
         saved_at: When it was saved, in seconds since 1970.
         size_bytes: The size of its files without the manifest.
@@ -56,16 +57,15 @@ class Checkpoint:
         self.path = path
         self._manifest = _read_manifest(path) if written is None else written
         self.sequence = self._manifest.sequence
-        self.num_ranks = self._manifest.num_ranks
+        self.num_ranks, self.saved_ranks = self._manifest.num_ranks, self._manifest.saved_ranks
         self.metadata: Json = self._manifest.metadata
         self.saved_at = self._manifest.saved_at
         self.size_bytes = sum(record.size_bytes for record in self._manifest.files.values())
         if path.name != directory_name(self.sequence):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is that of checkpoint {self.sequence}")
-        required_files = {SHARED_FILE, *map(rank_file, range(self.num_ranks))}
-        if not required_files <= set(self._manifest.files) or not all(
-            map(is_worker_file, set(self._manifest.files) - required_files)
-        ):
+        required_files = {SHARED_FILE, *map(rank_file, self.saved_ranks)}
+        has_required = bool(self.saved_ranks) and required_files <= set(self._manifest.files)
+        if not has_required or not all(map(is_worker_file, set(self._manifest.files) - required_files)):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} does not name the files of {self.num_ranks} ranks")
         self._verified: dict[str, tuple[int, ...]] = {}
         for name in self._manifest.files if written is None else ():
@@ -83,13 +83,15 @@ class Checkpoint:
         """Reads what one rank saved.
 
         Raises:
-            ValueError: If the checkpoint has no such rank.
+            ValueError: If the checkpoint has no such rank, or that had been lost.
             CorruptCheckpointError: If the file was damaged after this checkpoint was opened.
         """
-        if not 0 <= rank < self.num_ranks:
+        if rank not in self.saved_ranks:
+            missing_ranks = sorted({*range(self.num_ranks)}.difference(self.saved_ranks))
+            but = f", except {', '.join(map(str, missing_ranks))}" if missing_ranks else ""
             raise ValueError(
-                f"Checkpoint {self.sequence} has no such rank. Received: {rank}. Expected: 0 to {self.num_ranks - 1}, "
-                "the ranks that wrote it."
+                f"Checkpoint {self.sequence} has no such rank. Received: {rank}. Expected: 0 to {self.num_ranks - 1}"
+                f"{but}, the ranks that wrote it."
             )
         return self._read(rank_file(rank))
 
@@ -120,7 +122,8 @@ class CheckpointInfo:
             that is in progress or was interrupted, and for an interrupted removal.
         reason: Why it is not complete, else "".
         size_bytes: The size of the files that exist.
-        num_ranks: The number of ranks that wrote it; None unless it is complete, like the following two.
+        num_ranks: The number of ranks of the training that wrote it; None unless it is complete, like the following
+            two.
         saved_at: When it was saved, in seconds since 1970.
         metadata: JSON that the writer stored.
     """

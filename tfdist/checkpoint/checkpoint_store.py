@@ -16,7 +16,7 @@ from tfdist.checkpoint.checkpoint import (
 )
 from tfdist.checkpoint.errors import CorruptCheckpointError, explained
 from tfdist.checkpoint.shard import Json, Shard
-from tfdist.checkpoint.sharded_save import EARLIER_INTACT, ShardedSave, WorkerFiles
+from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, ShardedSave, WorkerFiles
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import check_seconds, check_whole_number
 
@@ -31,7 +31,7 @@ class CheckpointStore:
         keep: How many complete checkpoints to keep at least. A save removes checkpoints older than the `keep` newest
             that this object has written or verified: after a restart there may be up to `2 * keep - 1`, and a corrupt
             one never counts.
-        peer_timeout_seconds: How long rank 0 waits for the files of the other ranks.
+        peer_timeout_seconds: How long the chief, rank 0 unless others save, waits for the files of the other ranks.
 
     Attributes:
         directory: As given.
@@ -60,8 +60,9 @@ class CheckpointStore:
         shared_shard: Shard | None,
         metadata: Json,
         worker_files: WorkerFiles | None = None,
+        saving: SavingRanks | None = None,
     ) -> Checkpoint | None:
-        """Saves a checkpoint. Every rank calls it with the same `sequence`, `attempt` and `num_ranks`.
+        """Saves a checkpoint. Every rank that saves calls it with the same `sequence`, `attempt` and `num_ranks`.
 
         Args:
             sequence: The checkpoint's number, larger than that of the restored checkpoint. A complete checkpoint is
@@ -70,19 +71,21 @@ class CheckpointStore:
             rank: The rank of this process.
             num_ranks: The number of ranks.
             rank_shard: What differs between ranks. The arrays must not change until this method returns.
-            shared_shard: What is equal on all ranks, from rank 0; None from the others.
-            metadata: JSON for the manifest, readable without reading tensors; that of rank 0 is stored.
-            worker_files: Files that workers write into the checkpoint for rank 0.
+            shared_shard: What is equal on all ranks, from the chief; None from the others.
+            metadata: JSON for the manifest, readable without reading tensors; that of the chief is stored.
+            worker_files: Files that workers write into the checkpoint for the chief.
+            saving: The ranks that save, the same on all of them, if some were lost. By default all; rank 0 is the
+                chief.
 
         Returns:
-            The checkpoint on rank 0, complete and on disk. None on other ranks, whose files are on disk.
+            The checkpoint on the chief, complete and on disk. None on other ranks, whose files are on disk.
 
         Raises:
             CheckpointError: If it cannot be written; the message contains the remedy. Earlier checkpoints are intact,
                 and the files of this one are removed.
             ValueError: If an argument is invalid.
         """
-        save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks)
+        save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks, saving)
         with explained(f"Checkpoint {sequence} could not be written", self.directory, EARLIER_INTACT):
             saved = save.run(
                 rank_shard,

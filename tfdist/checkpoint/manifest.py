@@ -14,7 +14,8 @@ from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, f
 from tfdist.checkpoint.shard import Json
 
 FORMAT = 3
-FORMAT_WITH_WORKER_FILES = 4  # earlier versions of tfdist would take such a checkpoint for a corrupt one
+# Earlier versions of tfdist would take such checkpoints for corrupt ones.
+FORMAT_WITH_WORKER_FILES, FORMAT_WITH_MISSING_RANKS = 4, 5
 MANIFEST_FILE = "manifest.json"
 SHARED_FILE = "shared.safetensors"
 # TensorFlow's names of the two files of a bundle of tensors, here that of a task.
@@ -89,10 +90,16 @@ class Manifest:
     # In the order of the file.
     sequence: int
     attempt: str  # which start of the program wrote it
-    num_ranks: int  # each rank has a file
+    num_ranks: int  # each rank has a file, except the `missing_ranks`
     saved_at: float  # in seconds since 1970
     files: Mapping[str, FileRecord]  # `shared.safetensors`, each rank's file, and the files of workers
     metadata: Json  # of the writer, readable without reading tensors
+    missing_ranks: tuple[int, ...] = ()  # which an elastic training had lost
+
+    @property
+    def saved_ranks(self) -> tuple[int, ...]:
+        """The ranks that have a file."""
+        return tuple(rank for rank in range(self.num_ranks) if rank not in self.missing_ranks)
 
     @property
     def has_worker_files(self) -> bool:
@@ -101,7 +108,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file."""
-        return _with_checksum({"format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT, **asdict(self)})
+        content = asdict(self)
+        missing_ranks = content.pop("missing_ranks")
+        if missing_ranks:
+            return _with_checksum({"format": FORMAT_WITH_MISSING_RANKS, **content, "missing_ranks": missing_ranks})
+        return _with_checksum({"format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT, **content})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
@@ -112,16 +123,15 @@ class Manifest:
             OtherFormatError: If another version of tfdist wrote it.
         """
         content = _verified(data)
-        if content["format"] not in (FORMAT, FORMAT_WITH_WORKER_FILES):
+        if content["format"] not in (FORMAT, FORMAT_WITH_WORKER_FILES, FORMAT_WITH_MISSING_RANKS):
             raise OtherFormatError(
                 "The checkpoint was written by another version of tfdist. Received: format "
-                f"{content['format']}. Expected: format {FORMAT} or {FORMAT_WITH_WORKER_FILES}. Use that version, or "
-                "choose another directory; "
-                "nothing was read or changed."
+                f"{content['format']}. Expected: format {FORMAT} to {FORMAT_WITH_MISSING_RANKS}. Use that version, or "
+                "choose another directory; nothing was read or changed."
             )
         records = {name: FileRecord(**record) for name, record in content["files"].items()}
         fields = {name: content[name] for name in ("sequence", "attempt", "num_ranks", "saved_at", "metadata")}
-        return cls(files=records, **fields)
+        return cls(files=records, **fields, missing_ranks=tuple(content.get("missing_ranks", ())))
 
 
 def _with_checksum(content: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""One save: every rank writes its files to an unfinished directory, rank 0 commits by renaming it.
+"""One save: every rank writes its files to an unfinished directory, one of them, the chief, commits by renaming it.
 
-The other ranks report their files to rank 0 by receipts: small files in that directory, which all ranks share. Rank 0
-also records the files that other processes write for it: the workers whose devices hold the stages of a model.
+The other ranks report their files to the chief by receipts: small files in that directory, which all ranks share. The
+chief also records the files that other processes write for it: the workers whose devices hold the stages of a model.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -57,16 +57,45 @@ class WorkerFiles(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SavingRanks:
+    """The ranks that save a checkpoint.
+
+    Attributes:
+        ranks: The first of them is the chief: it writes what is equal on all, and commits.
+        lost: Returns those whose files will not come if they are not there yet. The chief asks while it waits.
+    """
+
+    ranks: tuple[int, ...]
+    lost: Callable[[], Collection[int]] = tuple
+
+    @property
+    def chief(self) -> int:
+        """The rank that commits."""
+        return self.ranks[0]
+
+
 class ShardedSave:
     """One rank's part of a save."""
 
-    def __init__(self, directory: Path, sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sequence: int,
+        attempt: str,
+        rank: int,
+        num_ranks: int,
+        saving: SavingRanks | None = None,
+    ) -> None:
+        """Describes the save; by default all ranks save, and rank 0 is the chief."""
         _check_arguments(sequence, attempt, rank, num_ranks)
         self._directory = directory
         self._sequence = sequence
         self._attempt = attempt
         self._rank = rank
         self._num_ranks = num_ranks
+        self._saving = SavingRanks(tuple(range(num_ranks))) if saving is None else saving
+        self._is_chief = rank == self._saving.chief
         self._unfinished = directory / f"{UNFINISHED_PREFIX}{sequence:010d}-{attempt}"
 
     def run(
@@ -78,12 +107,12 @@ class ShardedSave:
         peer_timeout_seconds: float,
         worker_files: WorkerFiles | None = None,
     ) -> Checkpoint | None:
-        """Writes this rank's files. Rank 0 then waits for the others, writes the manifest and renames the directory.
+        """Writes this rank's files. The chief then waits for the others, writes the manifest and renames the directory.
 
-        Rank 0 also makes workers write `worker_files`, if there are any.
+        The chief also makes workers write `worker_files`, if there are any.
 
         Returns:
-            The checkpoint on rank 0, None on other ranks.
+            The checkpoint on the chief, None on other ranks.
 
         Raises:
             OSError: If the file system fails.
@@ -93,11 +122,11 @@ class ShardedSave:
         """
         self._check_shards(shared_shard)
         try:
-            if self._rank != 0:
-                atomic_files.make_directory(self._unfinished)  # where rank 0 looks for a failure of this rank
+            if not self._is_chief:
+                atomic_files.make_directory(self._unfinished)  # where the chief looks for a failure of this rank
             parts = self._encode(rank_shard, shared_shard)
             metadata = json.loads(dump_metadata(metadata))  # as it will be read
-            if self._rank == 0:
+            if self._is_chief:
                 self._remove_corrupt()
             worker_bytes = 0 if worker_files is None else worker_files.size_bytes
             self._check_space(sum(part.size_bytes for part in parts.values()) + worker_bytes)
@@ -108,26 +137,34 @@ class ShardedSave:
             }
             if worker_files is not None:
                 records |= record_worker_files(self._unfinished, worker_files.write(self._unfinished.absolute()))
-            if self._rank != 0:
+            if not self._is_chief:
                 atomic_files.flush(self._unfinished)
                 write_receipt(self._unfinished, self._rank, records[rank_file(self._rank)])
                 return None
             peer_records = collect_receipts(
-                self._unfinished, range(1, self._num_ranks), timeout_seconds=peer_timeout_seconds
+                self._unfinished,
+                self._saving.ranks[1:],
+                timeout_seconds=peer_timeout_seconds,
+                lost=self._saving.lost,
             )
             records |= {rank_file(rank): record for rank, record in sorted(peer_records.items())}
-            manifest = Manifest(self._sequence, self._attempt, self._num_ranks, time.time(), records, metadata)
-            return self._commit(manifest)
+            missing = tuple(rank for rank in range(self._num_ranks) if rank_file(rank) not in records)
+            for rank in missing:  # a rank may have been lost before its receipt
+                (self._unfinished / rank_file(rank)).unlink(missing_ok=True)
+            return self._commit(
+                Manifest(self._sequence, self._attempt, self._num_ranks, time.time(), records, metadata, missing)
+            )
         except BaseException as error:
             self._clean_up(error)
             raise
 
     def _check_shards(self, shared_shard: Shard | None) -> None:
-        if (shared_shard is not None) != (self._rank == 0):
+        if (shared_shard is not None) != self._is_chief:
+            chief = self._saving.chief
             raise ValueError(
-                "Only rank 0 saves the shared shard. Received: "
+                f"Only rank {chief} saves the shared shard. Received: "
                 f"shared_shard={'None' if shared_shard is None else 'a shard'} from rank {self._rank}. Expected: a "
-                "shard from rank 0, None from the others."
+                f"shard from rank {chief}, None from the others."
             )
         if (self._unfinished / rank_file(self._rank)).exists():
             raise ValueError(
@@ -183,8 +220,8 @@ class ShardedSave:
         return Checkpoint(path, written=manifest)
 
     def _clean_up(self, error: BaseException) -> None:
-        """Frees the space after a failure, and reports the failure to rank 0."""
-        if self._rank == 0:
+        """Frees the space after a failure, and reports the failure to the chief."""
+        if self._is_chief:
             shutil.rmtree(self._unfinished, ignore_errors=True)
         elif self._unfinished.is_dir():
             (self._unfinished / rank_file(self._rank)).unlink(missing_ok=True)
@@ -211,13 +248,17 @@ def write_receipt(directory: Path, rank: int, record: FileRecord) -> None:
 
 
 def write_failure_receipt(directory: Path, rank: int, error: BaseException) -> None:
-    """Reports, if possible, that the file of `rank` will not be written, so that rank 0 does not wait for it."""
+    """Reports, if possible, that the file of `rank` will not be written, so that the chief does not wait for it."""
     with contextlib.suppress(OSError):
         _put_receipt(directory, rank, {"error": f"{type(error).__name__}: {error}"})
 
 
-def collect_receipts(directory: Path, ranks: Iterable[int], *, timeout_seconds: float) -> dict[int, FileRecord]:
+def collect_receipts(
+    directory: Path, ranks: Iterable[int], *, timeout_seconds: float, lost: Callable[[], Collection[int]] = tuple
+) -> dict[int, FileRecord]:
     """Waits for the receipts of `ranks` and removes them. Waits at most 60 s if the program exits meanwhile.
+
+    Receipts of ranks that are `lost` are left out unless they are there.
 
     Raises:
         CheckpointError: If receipts are missing after `timeout_seconds`, or one reports a failure.
@@ -229,10 +270,12 @@ def collect_receipts(directory: Path, ranks: Iterable[int], *, timeout_seconds: 
     is_exiting = False
     pause = _MIN_PAUSE_SECONDS
     while True:
+        gone = lost()  # before the directory is listed: what a lost rank has written is there
         # Lists the directory instead of looking each file up: network file systems cache that a file is missing.
         for name in missing.keys() & set(os.listdir(directory)) if missing else ():
             rank = missing.pop(name)
             records[rank] = _read_receipt(directory / name, rank)
+        missing = {name: rank for name, rank in missing.items() if rank not in gone}
         if not missing:
             break
         if not is_exiting and not threading.main_thread().is_alive():

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -13,6 +13,7 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
+from tfdist.elastic.elastic_coordination import ElasticCoordination
 from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.step_transactions import Changes, StepTransactions
 from tfdist.elastic.step_variables import check_updates, variables_of_steps
@@ -24,21 +25,63 @@ from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 
 
-def reject_recovery(callbacks: Sequence[Any]) -> None:
-    """Refuses callbacks that restore a training: workers that start later would restore what the others have left.
+def reject_backups(callbacks: Sequence[Any]) -> None:
+    """Refuses Keras' `BackupAndRestore`: a worker that starts later would restore what the others have left.
 
     Raises:
         ValueError: There is one.
     """
     for callback in callbacks:
-        is_recovery = isinstance(callback, LastCallback) and callback.restores_training
-        if is_recovery or isinstance(callback, keras.callbacks.BackupAndRestore):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
                 "A worker that joins an elastic training takes the state of another one. Received: "
-                f"{type(callback).__name__} in the callbacks of `fit`, which restores a checkpoint. Expected: one of "
-                "the two. Leave it out, and save by `keras.callbacks.ModelCheckpoint`; or start the run with "
-                "`--max-restarts` in place of `--elastic`."
+                f"{type(callback).__name__} in the callbacks of `fit`, with which it would restore a backup that the "
+                "others have left behind. Expected: `FailureRecovery`, which restores only where all workers begin "
+                "together. Use it in place of this one."
             )
+
+
+class Recovery(Protocol):
+    """What an elastic `fit` asks of the callback that saves and restores the training."""
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """How far the training is."""
+        ...
+
+    @property
+    def handled_signals(self) -> Sequence[int]:
+        """The signals by which a worker is asked to leave."""
+        ...
+
+    @property
+    def is_asked_to_exit(self) -> bool:
+        """Whether the program has asked this worker to leave."""
+        ...
+
+    def report_saves(self, report: Callable[[int, int], None]) -> None:
+        """Calls `report` with the number and the step of each checkpoint that this worker has committed."""
+        ...
+
+    def state_to_join(self) -> dict[str, Any]:
+        """Returns, as JSON, what a worker that joins needs to save with the others."""
+        ...
+
+    def join(self, progress: TrainingProgress, state: dict[str, Any]) -> None:
+        """This worker has the state of another one, with its `progress` and its `state_to_join`."""
+        ...
+
+    def train_alone(self) -> None:
+        """The others are in a later `fit`: this worker trains by itself, and saves nothing."""
+        ...
+
+    def save_to_leave(self) -> None:
+        """Saves after the last step and waits until it is written. All workers call this, and leave."""
+        ...
+
+    def finish_saves(self) -> None:
+        """Waits for what is being written."""
+        ...
 
 
 class ElasticFit(LastCallback):
@@ -46,34 +89,44 @@ class ElasticFit(LastCallback):
 
     Args:
         transactions: Runs the steps.
+        coordination: Knows which workers save.
         take_no_rows: Called on a worker that has the state of another one: it computes no rows, and has counted none.
     """
 
-    def __init__(self, transactions: StepTransactions, take_no_rows: Callable[[], None]) -> None:
+    def __init__(
+        self, transactions: StepTransactions, coordination: ElasticCoordination, take_no_rows: Callable[[], None]
+    ) -> None:
         super().__init__()
         group = self._group = transactions.group
-        self._transactions, self._take_no_rows = transactions, take_no_rows
+        self._transactions, self._coordination, self._take_no_rows = transactions, coordination, take_no_rows
+        self._recoveries: list[Recovery] = []
         self._number, transactions.fits = transactions.fits, transactions.fits + 1
         self._heartbeat: Heartbeat | None = None
         self._is_first = False  # whether this worker writes the files of callbacks
         self._received: tuple[StateReceiver, ReceivedState] | None = None
         self._reported = Changes() if group.membership.is_member else None
         self._is_asked_to_leave = threading.Event()
-        self._earlier_handler: Any = None
+        self._handled: list[int] = []
+        self._signal: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        reject_recovery(self.neighbours)
+        reject_backups(self.neighbours)
+        last: list[Any] = [callback for callback in self.neighbours if isinstance(callback, LastCallback)]
+        self._recoveries = [callback for callback in last if callback.restores_training]
         self._is_first = self._group.is_first
         self._iterator = training_iterator(self.model)
-        self._progress, self._logs = TrainingProgress(), None
+        self._progress, self._logs = self._recoveries[0].progress if self._recoveries else TrainingProgress(), None
         self._training_state()  # creates what the first step would create, and could not take back
         if self._transactions.is_alone:
             self._join()
         elif self._transactions.changes.joined:
             self._transactions.run_alone(self._take_values_of_oldest)
-        self._handle_signal()
-        self._iterator.on_fit_end(self._restore_handler)
+        self._handle_signals()
+        self._iterator.on_fit_end(self._restore_handlers)
         self._heartbeat = Heartbeat.of_training(self._progress.step)
+        if self._heartbeat is not None:
+            for recovery in self._recoveries:
+                recovery.report_saves(self._heartbeat.saved)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         check_updates(self.model)  # `GradientAccumulation` changes them in an epoch's beginning
@@ -93,9 +146,7 @@ class ElasticFit(LastCallback):
             continue_files(self.others)
         if self._group.donor.is_asked and self._group.membership.is_member:
             self._give_state()
-        if self._is_asked_to_leave.is_set():
-            self._group.close()
-            exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=False)
+        self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_epoch(), None
@@ -128,6 +179,8 @@ class ElasticFit(LastCallback):
         """Loads the state of a worker that trains. If the others are in a later `fit`, this worker trains by itself."""
         receiver = self._group.ask_for_state(self._number)
         if receiver is None:
+            for recovery in self._recoveries:
+                recovery.train_alone()
             return
         assert receiver.state is not None
         received = ReceivedState(receiver.state[1], len(self._group.addresses))
@@ -135,6 +188,8 @@ class ElasticFit(LastCallback):
         self._iterator.resume_at(Position.from_json(received.metadata["position"]), replay=True)
         start_at_epoch(self.model, progress.epoch)
         self._load(received)
+        for recovery, state in zip(self._recoveries, received.metadata["recoveries"], strict=True):
+            recovery.join(progress, state)
         self._progress, self._received = progress, (receiver, received)
 
     def _load(self, received: ReceivedState) -> None:
@@ -177,19 +232,52 @@ class ElasticFit(LastCallback):
             "progress": asdict(self._progress),
             "position": position.to_json(),
             "changes": asdict(self._transactions.changes),
+            "recoveries": [recovery.state_to_join() for recovery in self._recoveries],
         }
         return encode_state(snapshot, metadata)
 
-    def _handle_signal(self) -> None:
-        """Makes SIGTERM let this worker leave after its step, unless the program handles the signal itself."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda number, frame: self._is_asked_to_leave.set())
-            self._earlier_handler = signal.SIG_DFL
+    def _leave_if_asked(self) -> None:
+        """Ends this process if it was asked to: before the last step, so that the others know.
 
-    def _restore_handler(self) -> None:
-        if self._earlier_handler is not None:
-            signal.signal(signal.SIGTERM, self._earlier_handler)
-            self._earlier_handler = None
-            if self._is_asked_to_leave.is_set():  # while what follows the last step ran
-                signal.raise_signal(signal.SIGTERM)
+        If all leave, they save first. What the model's end of training saves is more, so nobody leaves before that.
+        """
+        membership = self._group.membership
+        if any(recovery.is_asked_to_exit for recovery in self._recoveries):
+            self._ask_to_leave()
+        leaves = membership.number in membership.leaving if membership.is_member else self._is_asked_to_leave.is_set()
+        if not leaves or (self._recoveries and self.model.stop_training):
+            return
+        if membership.leaving.issuperset(self._group.connected_view.members) and membership.is_member:
+            for recovery in self._recoveries:
+                recovery.save_to_leave()
+            if self._recoveries:
+                self._coordination.wait_for_commit(self._group.timeout_seconds)
+        self._coordination.leave()
+        for recovery in self._recoveries:
+            recovery.finish_saves()
+        exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=False)
+
+    def _ask_to_leave(self) -> None:
+        self._is_asked_to_leave.set()
+        self._group.membership.leave_after_step()
+
+    def _handle_signals(self) -> None:
+        """Makes signals let this worker leave after its step, unless the program handles them itself."""
+        numbers = {number for recovery in self._recoveries for number in recovery.handled_signals}
+        for number in numbers if self._recoveries else {signal.SIGTERM}:
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self._handle)
+                self._handled.append(number)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        del frame
+        self._signal = number
+        self._ask_to_leave()
+
+    def _restore_handlers(self) -> None:
+        for number in self._handled:
+            signal.signal(number, signal.SIG_DFL)
+        self._handled = []
+        if self._signal is not None:  # while what follows the last step ran
+            signal.raise_signal(self._signal)

@@ -4,12 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from tfdist.checkpoint.shard import Shard, decode_shard, encode_shard
-from tfdist.collectives.compression_state import SUMMED_ENTRIES
-from tfdist.recovery.compression_arrays import COMPRESSION
-from tfdist.recovery.resharding import group_by_variable, replica_name
+from tfdist.recovery.missing_ranks import shard_of_missing_rank
 from tfdist.recovery.training_state import Snapshot
 
 
@@ -34,7 +30,7 @@ class ReceivedState:
 
     def __init__(self, parts: Sequence[bytearray], num_ranks: int) -> None:
         self.metadata: dict[str, Any] = json.loads(parts[0])
-        self.num_ranks = num_ranks
+        self.num_ranks, self.saved_ranks = num_ranks, range(num_ranks)
         self._shards: list[Shard] = []
         rest = list(parts[1:])
         while rest:
@@ -47,14 +43,5 @@ class ReceivedState:
         return self._shards[0]
 
     def read_rank(self, rank: int) -> Shard:
-        """Returns what the donor's replicas have, as that of the replicas of a rank with as many devices.
-
-        Residuals are zero: those of the donor stay where they are.
-        """
-        tensors = {}
-        for name, values in group_by_variable(self._shards[1].tensors).items():
-            is_own = name.startswith(COMPRESSION) and name.rpartition("/")[2] in SUMMED_ENTRIES
-            for index, (_, value) in enumerate(sorted(values.items())):
-                number = rank * len(values) + index
-                tensors[replica_name(name, number)] = np.zeros_like(value) if is_own else value
-        return Shard(tensors, self._shards[1].metadata)
+        """Returns what the donor's replicas have, as that of the replicas of a rank with as many devices."""
+        return shard_of_missing_rank(self._shards[1], rank)

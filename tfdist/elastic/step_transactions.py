@@ -191,10 +191,14 @@ class StepTransactions:
         self._receiver, self.changes = receiver, changes
         self.group.membership.has_replayed(receiver.state[0], is_ready=False)
 
+    @property
+    def is_oldest(self) -> bool:
+        """Whether this worker is the oldest of those that run the present step, or have run the last one."""
+        return self._view.members[:1] == (self.group.membership.number,)
+
     def value_of_oldest(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value of the oldest worker. All call this, within a step or `run_alone`."""
-        is_oldest = self._view.members[:1] == (self.group.membership.number,)
-        return self._sum(value if is_oldest else tf.zeros_like(value))
+        return self._sum(value if self.is_oldest else tf.zeros_like(value))
 
     def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
         """Runs an exchange; outside of a step it is one by itself."""

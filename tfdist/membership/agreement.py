@@ -46,6 +46,9 @@ class Agreement:
         is_excluded: Whether the others continue without it.
         obstacle: Why nothing can be decided at the moment; `None` otherwise.
         joining: Workers that join, and the last step that they have.
+        leaves: Whether this worker asks to leave; it says so with its next `ready`.
+        leaving: The members that had asked to leave before the last step. All that have committed it by `ready` of all
+            have the same ones; empty after a step that a change has committed.
         refusals: How often the others have begun a view without this worker, which joins.
     """
 
@@ -54,6 +57,8 @@ class Agreement:
     ) -> None:
         self.own, self.view, self.committed = own, view, committed
         self.is_ready = self.is_changing = self.is_excluded = False
+        self.leaves, self.leaving = False, frozenset[int]()
+        self._leave: set[int] = set()  # members that leave after the next step
         self.obstacle: NoMajority | None = None
         self.joining: dict[int, int] = {}
         self._lags: dict[int, tuple[int, int]] = {}  # of those: the least lag, in steps, and the reports since then
@@ -91,9 +96,12 @@ class Agreement:
         plans = self._is_oldest() and bool(self._can_take_in()) and not self.is_changing
         self._plans_change |= plans
         self._ready.add(self.own)
+        leaves = self.leaves
+        if leaves:
+            self._leave.add(self.own)
         if self._promised == self.view.ballot:  # otherwise others may commit what its report has not announced
             message = {"ready": self.committed + 1, "ballot": self.view.ballot, "plan": self._plans_change}
-            self._send_to_all(self.view.members, message)
+            self._send_to_all(self.view.members, {**message, "leaves": True} if leaves else message)
         self._commit_if_all_are_ready()
 
     def connects(self, worker: int) -> None:
@@ -221,13 +229,17 @@ class Agreement:
             self._early_ready.append((sender, message))
         elif (ballot, step) == (self.view.ballot, self.committed + 1):
             self._ready.add(sender)
+            if message.get("leaves"):
+                self._leave.add(sender)
             self._plans_change |= bool(message["plan"])
             self._commit_if_all_are_ready()
 
     def _commit_if_all_are_ready(self) -> None:
         may_commit = self._promised == self.view.ballot and self.is_ready
         if may_commit and self._ready.issuperset(self.view.members):
+            leaving = frozenset(self._leave)
             self._commit()
+            self.leaving = leaving
             if self._plans_change:
                 self.is_changing = True
             self._take_early()
@@ -240,6 +252,7 @@ class Agreement:
     def _commit(self) -> None:
         self.committed += 1
         self.is_ready, self._ready = False, set()
+        self.leaving, self._leave = frozenset(), set()
 
     # Changes.
 
@@ -392,7 +405,7 @@ class Agreement:
         left_out = set(self.view.members).difference(decision.view.members, self._ended)
         self._send_to_all(left_out, {"exclude": True, "ballot": decision.view.ballot})
         self.is_ready = self.is_changing = self._plans_change = False
-        self._ready = set()
+        self._ready, self._leave = set(), set()
         self.view, self._attempts, self._accepted, self.obstacle = decision.view, [], None, None
         self.joining = {worker: step for worker, step in self.joining.items() if worker not in self.view.members}
         if self.view.members and (self._ended | self._silent) & set(self.view.members):

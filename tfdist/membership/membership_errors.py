@@ -38,7 +38,7 @@ class NoMajorityError(ExchangeError):
             f"{present} reach each other, {ended} have ended, and {missing} have been "
             f"silent for more than {seconds:g} s and may train without them. Expected: more than half of them, half "
             "with the first of them, or all that have not ended. Repair the network, and start all workers "
-            "again, from weights that `keras.callbacks.ModelCheckpoint` has saved."
+            "again: with `FailureRecovery` they continue from the last checkpoint."
         )
 
 

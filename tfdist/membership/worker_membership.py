@@ -166,6 +166,25 @@ class Membership:
         """Returns the ranks of the members of a view."""
         return sorted(number % self._ranks for number in view.members)
 
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The members that leave after the last step, with this worker or without; see `Agreement.leaving`."""
+        return self._agreed.leaving
+
+    def leave_after_step(self) -> None:
+        """Says with the next step that this worker leaves after it. A handler of signals may call this."""
+        self._agreed.leaves = True
+
+    def reaches(self, number: int) -> bool:
+        """Returns whether a worker has neither ended nor is silent."""
+        with self._changed:
+            return number == self.number or self._agreed.is_reached(number)
+
+    def is_in(self, view: View) -> bool:
+        """Returns whether a view is the present one, and no other follows."""
+        with self._changed:
+            return self._agreed.view == view and not self._is_over()
+
     def interrupt_by(self, function: Callable[[], None]) -> None:
         """Calls `function`, on another thread, when the present view ends: exchanges in it would only wait."""
         with self._changed:

@@ -1,9 +1,11 @@
 """Decides when a checkpoint is due, by steps, seconds and epochs, on all workers at the same step."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from tfdist.recovery.worker_coordination import WorkerCoordination
+from tfdist.recovery.worker_coordination import Coordination
 from tfdist.utils.argument_checks import check_whole_number, is_number
 
 _MAX_STEPS_BETWEEN_DECISIONS = 1000
@@ -39,7 +41,7 @@ class SaveSchedule:
     now and at which step to decide again.
     """
 
-    def __init__(self, interval: SaveInterval, coordination: WorkerCoordination, step: int) -> None:
+    def __init__(self, interval: SaveInterval, coordination: Coordination, step: int) -> None:
         """Starts at `step`, the number of steps since the training began."""
         self._interval, self._coordination = interval, coordination
         self._step = self._next_decision = step
@@ -62,6 +64,18 @@ class SaveSchedule:
     def saved(self) -> None:
         """Restarts the clock. Call this after every save, whatever the reason for it."""
         self._last_save = time.monotonic()
+
+    def state(self) -> dict[str, Any]:
+        """Returns, as JSON, what another worker needs to find the same steps."""
+        since_save = time.monotonic() - self._last_save
+        return {"step": self._step, "next_decision": self._next_decision, "seconds_since_save": since_save}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continues like the worker that has returned a `state`."""
+        self._step = self._first_step = int(state["step"])
+        self._next_decision = int(state["next_decision"])
+        self._started = time.monotonic()
+        self._last_save = self._started - float(state["seconds_since_save"])
 
     def _decide(self, step: int) -> bool:
         seconds, now = self._interval.seconds or 0.0, time.monotonic()

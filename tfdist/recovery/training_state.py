@@ -16,6 +16,7 @@ from tfdist.recovery.callback_state import (
     restore_callbacks,
     save_callbacks,
 )
+from tfdist.recovery.missing_ranks import shard_of_missing_rank
 from tfdist.recovery.random_generators import (
     check_python_and_numpy,
     python_and_numpy_state,
@@ -79,7 +80,12 @@ class SavedTraining(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks whose state it has."""
+        """The number of ranks of the training."""
+        ...
+
+    @property
+    def saved_ranks(self) -> Sequence[int]:
+        """The ranks whose state it has."""
         ...
 
     def read_shared(self) -> Shard:
@@ -177,12 +183,10 @@ class TrainingState:
         shared = checkpoint.read_shared()
         description = shared.metadata["description"]
         same_workers = checkpoint.num_ranks == num_workers and description["replicas"] == self._num_replicas
-        rank_shard = checkpoint.read_rank(rank if same_workers else 0)
+        rank_shard = self._read_rank(checkpoint, rank if same_workers else 0)
         per_replica: dict[str, Any] = dict(rank_shard.tensors)
         if not same_workers:
-            per_replica = merge_ranks(
-                [checkpoint.read_rank(saved_rank).tensors for saved_rank in range(checkpoint.num_ranks)]
-            )
+            per_replica = self._read_all_ranks(checkpoint)
         variables: dict[str, Any] = {
             name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")
         }
@@ -202,5 +206,20 @@ class TrainingState:
             shares.restore(shared.metadata.get(_ROW_SHARES))
         if metrics:
             self._variables.restore_metrics(per_replica, description)
+            totals = training_strategy(self._model.distribute_strategy).metric_totals
+            if totals is not None:  # of samples that a worker had counted which may be lost before the next step
+                totals.store(*self._variables.metric_totals(self._read_all_ranks(checkpoint)))
         restore_callbacks(self._callbacks, callback_values, shared.tensors)
         restore_python_and_numpy(generators)
+
+    def _read_all_ranks(self, checkpoint: SavedTraining) -> dict[str, Any]:
+        return merge_ranks([self._read_rank(checkpoint, rank).tensors for rank in range(checkpoint.num_ranks)])
+
+    def _read_rank(self, checkpoint: SavedTraining, rank: int) -> Shard:
+        saved = checkpoint.saved_ranks
+        if rank in saved:
+            return checkpoint.read_rank(rank)
+        named = NamedVariables(self._model)
+        variables = {**named.per_replica, **named.metrics}
+        summed = [name for name, variable in variables.items() if variable.rule in ("sum", "total")]
+        return shard_of_missing_rank(checkpoint.read_rank(saved[0]), rank, summed)

@@ -20,6 +20,7 @@ from tfdist.keras_internals.split_slot import SplitSlot
 from tfdist.recovery.compatibility import VariableSpec
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule
+from tfdist.training.metric_synchronization import exchanged_metrics
 from tfdist.training.strategy_protocol import training_strategy
 
 LOCAL_UPDATES = "local_updates/"
@@ -122,6 +123,15 @@ class NamedVariables:
         return {
             f"{METRICS}{key}": self._named(variable, "total" if variable.aggregation == "sum" else "first")
             for key, variable in _metric_variables_by_key(self._model).items()
+        }
+
+    def exchanged_metrics(self) -> dict[str, Any]:
+        """Returns the Keras variables among `metrics` whose sums over all replicas each step exchanges."""
+        exchanged = set(map(id, exchanged_metrics(self._model)))
+        return {
+            f"{METRICS}{key}": variable
+            for key, variable in _metric_variables_by_key(self._model).items()
+            if id(variable) in exchanged
         }
 
     def send_split_slots(self) -> None:

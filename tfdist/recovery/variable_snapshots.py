@@ -190,6 +190,15 @@ class VariableSnapshots:
         named = NamedVariables(self._model)
         self._assign(named.metrics, group_by_variable(per_replica), description)
 
+    def metric_totals(self, per_replica: Arrays) -> tuple[list[Any], list[np.ndarray]]:
+        """Returns the variables of metrics that are exchanged in each step, with the sums of what all replicas saved.
+
+        `per_replica` is merged from all ranks (`merge_ranks`).
+        """
+        saved, found = group_by_variable(per_replica), NamedVariables(self._model).exchanged_metrics()
+        names = [name for name in found if name in saved]
+        return [found[name] for name in names], [reshard(saved[name], "total", 0, 1) for name in names]
+
     def _build_optimizers(self, description: Json) -> None:
         named = NamedVariables(self._model)
         by_key = named.variables_by_key()

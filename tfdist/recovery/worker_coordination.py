@@ -3,13 +3,63 @@
 import contextlib
 import itertools
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdist.checkpoint import SavingRanks
 from tfdist.collectives.key_values import key_values
 
 _counter = itertools.count()  # counts only those of several workers: the chief may have trained alone before
+
+
+class Coordination(Protocol):
+    """How the workers of a `fit` agree on what is restored and saved.
+
+    Attributes:
+        rank: The rank of this worker.
+        num_workers: The number of workers.
+    """
+
+    rank: int
+    num_workers: int
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker decides for all."""
+        ...
+
+    @property
+    def starts_late(self) -> bool:
+        """Whether the others train already, so that this worker takes their state and restores nothing."""
+        ...
+
+    def wait_for_chief(self, timeout_seconds: float) -> None:
+        """Waits until the chief coordinates this `fit`, too. All workers call this first."""
+        ...
+
+    def decide(self, name: str, find: Callable[[], Any]) -> Any:
+        """Returns what `find`, which the chief calls, returns to it: any JSON."""
+        ...
+
+    def broadcast(self, name: str, value: Any) -> Any:
+        """Returns the chief's `value`, any JSON."""
+        ...
+
+    def sequence_of_save(self, first: int, following: int) -> int:
+        """Returns the number of the checkpoint to save, the same on all workers.
+
+        `first` is that of the first checkpoint of this training, `following` the one after that of the last save.
+        """
+        ...
+
+    def begin_save(self, *, is_last: bool) -> SavingRanks | None:
+        """Returns the workers that save after this step, `None` if this one does not.
+
+        With `is_last` all of them leave the training then.
+        """
+        ...
 
 
 class WorkerCoordination:
@@ -21,6 +71,16 @@ class WorkerCoordination:
     def __init__(self, rank: int, num_workers: int) -> None:
         self.rank, self.num_workers = rank, num_workers
         self._prefix = f"tfdist/recovery/{next(_counter)}" if num_workers > 1 else ""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker decides for all."""
+        return self.rank == 0
+
+    @property
+    def starts_late(self) -> bool:
+        """All workers begin together."""
+        return False
 
     def wait_for_chief(self, timeout_seconds: float) -> None:
         """Waits until the chief coordinates this `fit`, too. All workers call this first.
@@ -39,6 +99,20 @@ class WorkerCoordination:
                 "all workers. Pass it to `fit` on every worker; if another callback of the chief takes so long before "
                 "training begins, raise peer_timeout_seconds."
             )
+
+    def decide(self, name: str, find: Callable[[], Any]) -> Any:
+        """Returns what `find`, which the chief calls, returns to it: any JSON."""
+        return self.broadcast(name, find() if self.is_chief else None)
+
+    def sequence_of_save(self, first: int, following: int) -> int:
+        """Returns the number of the checkpoint to save: checkpoints are counted."""
+        del first
+        return following
+
+    def begin_save(self, *, is_last: bool) -> SavingRanks:
+        """All workers save."""
+        del is_last
+        return SavingRanks(tuple(range(self.num_workers)))
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         """Returns the chief's `value`, any JSON. Other workers wait for it; their `value` is ignored."""

@@ -65,9 +65,7 @@ def synchronize_results(
     # Metrics accumulate, so those of the last micro-batch cover all. The last one has samples if any has.
     logs = parts[-1].logs
     statistics = batch_statistics(model) if training else []
-    metrics = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
-    if sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES:
-        metrics = []
+    metrics = exchanged_metrics(model)
     leaves = tf.nest.flatten(logs)
     averaged = [position for position, leaf in enumerate(leaves) if can_be_averaged(leaf)]
     own_results = metric_results(model) if metrics and isinstance(logs, dict) else []
@@ -98,6 +96,13 @@ def synchronize_results(
         for (position, index), differing in reversed([*zip(pairs, shared[len(averaged) :], strict=True)]):
             leaves[position] = tf.where(tf.equal(differing, 0), results[index][1], leaves[position])
     return tf.nest.pack_sequence_as(logs, leaves), reported
+
+
+def exchanged_metrics(model: Any) -> list[Any]:
+    """Returns the Keras variables of metrics of `model` whose sums over all replicas each step exchanges."""
+    metrics = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
+    is_too_large = sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES
+    return [] if is_too_large else metrics
 
 
 def _possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:

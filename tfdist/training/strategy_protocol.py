@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.load_balancing.row_shares import RowShares
+from tfdist.training.metric_totals import MetricTotals
 
 
 class TrainingStrategy(Protocol):
@@ -69,6 +70,16 @@ class TrainingStrategy(Protocol):
     @property
     def compression_state(self) -> CompressionState | None:
         """The state of this process's compressors, or None if the strategy saves none."""
+        return None
+
+    @property
+    def metric_totals(self) -> MetricTotals | None:
+        """The sums of the states of metrics over all workers, if these may be lost."""
+        return None
+
+    @property
+    def elastic_coordination(self) -> Any:
+        """How the workers of an elastic training agree on saves, a `recovery` `Coordination`; None in others."""
         return None
 
     @property
