@@ -13,6 +13,7 @@ from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
+from tfdist.callbacks.weight_comparison import WeightComparison
 from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
@@ -373,6 +374,9 @@ class FailureRecovery(LastCallback):
 
     def _save(self, *, is_last: bool = False) -> None:
         """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this."""
+        for callback in self.others:
+            if isinstance(callback, WeightComparison):
+                callback.compare()  # the weights of one worker are saved
         rank, num_workers, progress = self._coordination.rank, self._coordination.num_workers, self._progress
         saving = self._coordination.begin_save(is_last=is_last)
         if saving is None:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.symbolic_build import add_early_check
 from tfdist.tensorflow_internals.input_pipeline import batches_may_be_arrays
+from tfdist.tensorflow_internals.placed_strategy import placed_devices
 from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 
@@ -70,6 +71,34 @@ def check_strategies_early() -> None:
     """
     add_early_check(_protect_arrays)
     add_early_check(_reject_unsupported)  # the last one is called first
+
+
+def check_equal_replicas(name: str, model: Any) -> None:
+    """Refuses strategies whose replicas do not hold equal copies of all variables, for the callback `name`.
+
+    Raises:
+        ValueError: The model is under such a strategy.
+    """
+    tf_strategy = model.distribute_strategy
+    strategy = training_strategy(tf_strategy)
+    reason = ""
+    if isinstance(tf_strategy, _PARAMETER_SERVER):
+        reason = "whose variables are on servers, once each"
+    elif placed_devices(tf_strategy):
+        reason = "whose stages hold different variables"
+    elif strategy.local_updates is not None:
+        reason = "whose workers train by themselves between two exchanges of weights"
+    elif strategy.state_sharding is not None:
+        reason = "whose replicas hold different parts of the optimizer's state"
+    elif not is_tfdist_strategy(tf_strategy) and tf_strategy.num_replicas_in_sync > 1:
+        reason = "whose replicas may differ"
+    if reason:
+        raise ValueError(
+            f"{name} needs replicas that hold equal copies of all variables between two steps. Received: a model "
+            f"created under {describe_strategy(tf_strategy)}, {reason}. Expected: `tfdist.strategies.MirroredStrategy` "
+            f"or `MultiWorkerMirroredStrategy`, without `shard_optimizer_state`, `LocalSGD` and `DiLoCo`. Leave {name} "
+            "or these out."
+        )
 
 
 def warn_untested_on_tpu(strategy: Any) -> None:

@@ -10,7 +10,7 @@ from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.elastic.elastic_coordination import ElasticCoordination
 from tfdist.elastic.elastic_fit import ElasticFit
 from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
-from tfdist.elastic.step_variables import check_updates, variables_of_steps
+from tfdist.elastic.step_variables import check_updates
 from tfdist.strategies import exchange_start
 from tfdist.training.metric_totals import MetricTotals
 
@@ -105,6 +105,10 @@ class ElasticTraining:
         """Lets the training step whose graph is being traced write when it counts."""
         self._transactions.commit_before_writes()
 
+    def leave(self) -> None:
+        """Leaves the other workers, which train on."""
+        self._group.close()
+
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
         return [ElasticFit(self._transactions, self.coordination, self._take_no_rows)]
@@ -118,7 +122,8 @@ class ElasticTraining:
             return lambda data: self._transactions.run(lambda: function(data), NOTHING)
         if name == "train":
             check_updates(model)
-        written = WrittenVariables(lambda: self._variables_of(model), lambda: self.metric_totals.variables)
+        strategy: Any = self._strategy()
+        written = strategy.written_variables(model)
 
         def run_steps(iterator: Any) -> Any:
             logs: Any = None
@@ -147,7 +152,3 @@ class ElasticTraining:
         others = [rank for rank in range(len(self._group.addresses)) if rank != self._group.rank]
         self._row_shares.give_rows_to(others)
         self.metric_totals.divide(is_first=False)
-
-    def _variables_of(self, model: Any) -> list[Any]:
-        strategy: Any = self._strategy()
-        return [*variables_of_steps(model), self._row_shares.state, *strategy.compression_state.variables]

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import cluster
@@ -217,6 +218,29 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         With `elastic` those that were lost are missing; there are none while this worker has not joined the others.
         """
         return tuple(range(self.num_workers)) if self._elastic is None else self._elastic.living_ranks
+
+    @property
+    def may_lose_workers(self) -> bool:  # type: ignore[override]
+        """Whether the others train on when a worker is lost: with `elastic`."""
+        return self._elastic is not None
+
+    def leave_others(self) -> None:
+        """Leaves the others, with `elastic`; they train on."""
+        if self._elastic is not None:
+            self._elastic.leave()
+
+    def values_of_workers(self, values: np.ndarray) -> np.ndarray:
+        """Returns the values of all workers, `[number of workers, ...]` by rank; zeros for those that are missing.
+
+        All workers call this, outside of `run`.
+        """
+        rows = np.asarray(values).reshape(1, -1)
+        boundary = self.extended.boundary
+        if boundary is not None:
+            rows = boundary.all_gather(tf.constant(rows)).numpy()
+        elif self.num_workers > 1:
+            rows = self.gather(tf.constant(rows), axis=0).numpy()
+        return rows.reshape(self.num_workers, *values.shape)
 
     @property
     def replicas_of_workers(self) -> tuple[int, ...]:

@@ -114,8 +114,11 @@ def _reset_metrics(strategy: Any, model: Any) -> None:
 
 
 def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
-    elastic = strategy._elastic
-    return function if elastic is None else elastic.step_function(model, name, function)
+    elastic, guard = strategy._elastic, strategy.step_guard
+    guard = guard if guard is not None and name == "train" and guard.model is model else None
+    function = function if guard is None else guard.before_attempts(function)
+    function = function if elastic is None else elastic.step_function(model, name, function)
+    return function if guard is None else guard.after_steps(model, function)
 
 
 HOOKS = StrategyHooks(

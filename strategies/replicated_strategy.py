@@ -12,6 +12,8 @@ from tfdist.collectives import CommunicationStats, CompressionState
 from tfdist.collectives.all_reduce import ReductionContext, ReplicaHierarchy, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.compression import Compressor, Policy
+from tfdist.elastic.step_transactions import WrittenVariables
+from tfdist.elastic.step_variables import variables_of_steps
 from tfdist.keras_internals.model_introspection import (
     bound_step,
     first_input,
@@ -236,6 +238,17 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """Distributes the datasets of workers; see `tf.distribute.Strategy.distribute_datasets_from_function`."""
         check_collectives()
         return super().distribute_datasets_from_function(dataset_fn, options)
+
+    def written_variables(self, model: Any, *, with_metrics: bool = True) -> WrittenVariables:
+        """Returns what a training step of a model may write on this worker, which can be taken back."""
+
+        def find() -> list[Any]:
+            shares = [] if self.row_shares is None else [self.row_shares.state]
+            variables = variables_of_steps(model, with_metrics=with_metrics)
+            return [*variables, *shares, *self.compression_state.variables]
+
+        totals = self.metric_totals if with_metrics else None
+        return WrittenVariables(find, lambda: () if totals is None else totals.variables)
 
     @property
     def metric_totals(self) -> MetricTotals | None:

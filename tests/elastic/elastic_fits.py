@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.callbacks import SpikeGuard, WeightComparison
+
 _STEPS, _BATCH = 80, 24
 
 
@@ -52,9 +54,11 @@ class OwnStep(keras.Sequential):
         return {"mean_loss": self.largest.result()}
 
 
-def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequential, data=None, **options):
+def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequential, data=None, guards=(), **options):
     keras.utils.set_random_seed(3)
     x, y = _data(5)
+    if any(isinstance(guard, SpikeGuard) for guard in guards):
+        y[1000] = np.nan  # in one batch of each epoch
     with strategy.scope():
         model = kind([keras.Input((12,)), *layers(), keras.layers.Dense(2)])
         model.compile(optimizer(), "mse", metrics=["mae"], **options)
@@ -67,7 +71,7 @@ def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequentia
         epochs=3,
         verbose=0,
         validation_data=(x[:50], y[:50]),
-        callbacks=[plateau, log, *callbacks(model)],
+        callbacks=[*guards, plateau, log, *callbacks(model)],
     )
     weights = {f"weight {index}": weight for index, weight in enumerate(model.get_weights())}
     predictions = model.predict(x[:31], batch_size=10, verbose=0)
@@ -75,13 +79,14 @@ def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequentia
 
 
 def chief_is_lost(strategy, folder, callbacks):
-    """SGD with momentum, statistics over all replicas, shuffled rows, several steps in one call."""
+    """SGD with momentum, statistics over all replicas, shuffled rows, several steps in one call, weights compared."""
 
     def layers():
         return [keras.layers.Dense(16, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
 
     optimizer = lambda: keras.optimizers.SGD(0.05, momentum=0.9)  # noqa: E731
-    return _fit(strategy, folder, callbacks, optimizer, layers, steps_per_execution=3)
+    guards = [WeightComparison(every_steps=10)]
+    return _fit(strategy, folder, callbacks, optimizer, layers, guards=guards, steps_per_execution=3)
 
 
 def two_are_lost(strategy, folder, callbacks):
@@ -98,12 +103,14 @@ def two_are_lost(strategy, folder, callbacks):
 
 
 def one_leaves(strategy, folder, callbacks):
-    """Averages of weights."""
+    """Averages of weights, and a batch in each epoch whose loss is not finite."""
 
     def optimizer():
         return keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
 
-    return _fit(strategy, folder, callbacks, optimizer, lambda: [keras.layers.Dense(16, "tanh")])
+    guard = SpikeGuard(deviations=1000.0)
+    results = _fit(strategy, folder, callbacks, optimizer, _dense, guards=[guard])
+    return {**results, "spikes": [[spike.epoch, spike.batch] for spike in guard.spikes]}
 
 
 def recovered(strategy, folder, callbacks):

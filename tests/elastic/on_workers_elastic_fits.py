@@ -23,6 +23,8 @@ FAULTS = {
     "compressed": [(1, 60, signal.SIGKILL)],
     "rounded": [(1, 60, signal.SIGKILL)],
 }
+# By training: the rank on which a bit of a weight changes, and the step after which it does.
+FLIPS = {"chief_is_lost": (2, 30)}
 _LONGEST_WAIT_SECONDS = 120.0
 # By training: when `FailureRecovery` saves. In "recovered" rank 0 is lost before it commits the save after step 20, and
 # the two others after step 33.
@@ -85,6 +87,14 @@ def main(folder, name=None):
             strategy = self._strategy
             living = strategy.living_ranks
             is_complete = len(living) == strategy.num_workers
+            flips, after = FLIPS.get(self._name, (None, 0))
+            mark = folder / f"{self._name}.flipped"
+            if flips == strategy.rank and step >= after and is_complete and not mark.exists():
+                mark.touch()
+                weight = self._trained.trainable_variables[0]
+                bits = weight.numpy().view(np.uint32)
+                bits[0, 0] ^= 1 << 6  # rounding removes smaller differences
+                weight.assign(bits.view(np.float32))
             for rank, at, number in FAULTS.get(self._name, ()):
                 mark = folder / f"{self._name}-{rank}.lost"
                 if rank == strategy.rank and step >= at and is_complete and not mark.exists():

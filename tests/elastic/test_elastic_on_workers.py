@@ -1,6 +1,7 @@
 """Trainings in which workers are lost and join again compute what one process does, under `tfdist run --elastic`."""
 
 import csv
+import re
 import signal
 import subprocess
 import sys
@@ -43,9 +44,24 @@ def one_process(tmp_path_factory):
 
 def test_the_run_ends_without_an_error_and_counts_losses(elastic_run):
     output = elastic_run.assert_complete().output
-    assert "5 workers lost, 4 joined" in output, output[-3000:]
+    assert "6 workers lost, 5 joined" in output, output[-3000:]
     assert "worker 1 left, as it was asked to" in output, output[-3000:]
-    assert output.count("has joined the others") == 4, output[-3000:]
+    assert output.count("has joined the others") == 5, output[-3000:]
+
+
+def test_a_worker_with_a_flipped_bit_is_named_and_repaired(elastic_run):
+    output = elastic_run.output
+    found = re.findall(
+        r"other weights than the majority\. Received: worker 2: (\S+/kernel); of 3 replicas after step", output
+    )
+    assert len(found) == 3, output[-3000:]  # a warning of two workers, and the error of the third
+    assert "DifferentWeightsError: Replicas have other weights" in output
+
+
+def test_spikes_are_taken_back_on_all_workers(elastic_run, one_process):
+    expected = one_process[1]["one_leaves"]["spikes"]
+    assert [epoch for epoch, _ in expected] == [0, 1, 2]
+    assert "SpikeGuard: a training step is taken back: loss" in elastic_run.output
 
 
 @pytest.mark.parametrize("name", elastic_fits.FITS)

@@ -8,7 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.callbacks import FailureRecovery
+from tfdist.callbacks import FailureRecovery, SpikeGuard
 from tfdist.elastic.elastic_fit import ElasticFit, reject_backups
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.launch.cli.main import main
@@ -58,6 +58,14 @@ def _compiled_part(_):
     _training().step_function(model, "train", lambda iterator: None)
 
 
+def _goes_back(_):
+    strategy = object.__new__(MultiWorkerMirroredStrategy)
+    vars(strategy).update(_elastic=object())
+    guard = SpikeGuard(go_back_steps=100)
+    guard.set_model(SimpleNamespace(distribute_strategy=strategy))
+    guard.on_train_begin()
+
+
 # By the row of the table: what is refused, and what the message says.
 _REFUSED = {
     "custom training loops": (_custom_loop, "Received: `strategy.run` in a loop of the program"),
@@ -82,6 +90,7 @@ _REFUSED = {
         lambda folder: reject_backups([FailureRecovery(folder), keras.callbacks.BackupAndRestore(folder)]),
         "Received: BackupAndRestore in the callbacks",
     ),
+    "`SpikeGuard(go_back_steps=100)`": (_goes_back, "Received: go_back_steps=100, under a strategy with `elastic`"),
     "NCCL": (lambda _: check_elastic_options(communication_options=_NCCL), "NCCL has a fixed group of workers"),
 }
 _REFUSED_BY_THE_COMMAND = "`tfdist run --nodes`"

@@ -16,6 +16,7 @@ import tensorflow as tf
 from on_workers_batches import asked_for_batches
 from on_workers_compression import exchange
 from on_workers_files import outcome, write_files
+from on_workers_guards import guarded
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
 from tfdist.strategies import MultiWorkerMirroredStrategy
@@ -182,6 +183,7 @@ def main(folder: Path) -> None:
     seen["epochs_until_the_stop"] = len(epochs)
     seen["static_sizes"] = static_sizes(strategy, folder)
     seen["asked_for_batches"] = asked_for_batches(strategy)
+    seen["guards"] = guarded(strategy)
     Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
     write_files(strategy, folder / "shared")
 

@@ -12,9 +12,10 @@ from tfdist.keras_internals.model_state import (
 from tfdist.recovery.random_generators import generator_variables
 
 
-def variables_of_steps(model: Any) -> list[Any]:
+def variables_of_steps(model: Any, *, with_metrics: bool = True) -> list[Any]:
     """Returns the `tf.Variable`s of a model, its metrics, its optimizers and the global random generators."""
-    found = [variable.variable for variable in model_variables(model)] + model.metrics_variables
+    found = [variable.variable for variable in model_variables(model)]
+    found += model.metrics_variables if with_metrics else []
     for optimizer in optimizers_of(model):
         found += OptimizerState(optimizer).variables
     of_replicas = [one for variable in found for one in components(model.distribute_strategy, variable)]

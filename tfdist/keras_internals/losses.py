@@ -289,9 +289,12 @@ def _patch_metric_updates() -> None:
     @replace(keras.metrics.Mean, "update_state")
     def update_mean_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
         step = counts_once(values)
+        mean = values if step is None else step.mean_of(values)
+        if self.name == "loss" and (present := current_step()) is not None:
+            present.logged_loss = tf.reduce_mean(mean)
         if step is None:
             return update_mean(self, values, sample_weight)
-        return update_mean(self, step.mean_of(values), _part_of_weight(step, sample_weight))
+        return update_mean(self, mean, _part_of_weight(step, sample_weight))
 
     @replace(keras.metrics.Sum, "update_state")
     def update_sum_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:

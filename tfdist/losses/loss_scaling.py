@@ -132,6 +132,7 @@ class LossStep:
         parts_of_replica: The number of micro-batches of the replica.
         replicas: The number of replicas that share the batch, if they are not all of the strategy.
         unweighted: A value that a metric must count as Keras does.
+        logged_loss: The mean over this part that the metric "loss" has counted.
         has_own_loss: Whether the model computes its loss itself.
         has_read_number: Whether the user's code has read the number of replicas in this step.
     """
@@ -144,6 +145,7 @@ class LossStep:
     has_own_loss = False
     has_read_number = False
     unweighted: Any = None
+    logged_loss: Any = None
     fraction: Any = 1
     sum_scale: Any = 1
     _degrees: SampleDegrees | None = None

@@ -55,7 +55,7 @@ class HostCopies:
         """
         is_split = isinstance(variable, SplitValue)
         parts = variable.parts() if is_split else [(..., ..., variable)]
-        views = [(index, _view(part)[place]) for index, place, part in parts]
+        views = [(index, host_view(part)[place]) for index, place, part in parts]
         shape, dtype = tuple(variable.shape) if is_split else views[0][1].shape, views[0][1].dtype
         array = self._arrays.get(name)
         if array is None or (array.shape, array.dtype) != (shape, dtype):
@@ -240,7 +240,7 @@ def _bytes_of(variable: Any) -> int:
     return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
-def _view(variable: Any) -> np.ndarray:
+def host_view(variable: Any) -> np.ndarray:
     """Returns the value: a view of the variable's memory if NumPy can read it, a copy from other devices (GPU, TPU)."""
     if "/job:localhost/" in variable.device and "CPU" in variable.device and hasattr(variable, "handle"):
         value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)  # a third of the time

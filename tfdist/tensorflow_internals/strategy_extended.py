@@ -186,6 +186,11 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         return value_of_chief
 
     @property
+    def boundary(self) -> Any:
+        """To the exchange with the other workers; `None` with NCCL, or without other workers."""
+        return self._boundary
+
+    @property
     def replicas_of_workers(self) -> tuple[int, ...]:
         """The number of devices of each worker, by rank."""
         return self._replicas_of_workers

@@ -17,6 +17,7 @@ from tfdist.tensorflow_internals.collective_launcher import with_fixed_shapes
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import ReplicaStep
+from tfdist.training.step_guard import StepGuard
 
 # Metric states up to this size are sent after each step. Larger ones (a confusion matrix of 1,000 classes) are sent at
 # the end of the epoch, when Keras reads them; until then batch logs are the replicas' mean.
@@ -46,6 +47,8 @@ def synchronize_results(
     training: bool,
     report: Any = None,
     stored: MetricTotals | None = None,
+    guard: StepGuard | None = None,
+    is_first: bool = True,
 ) -> tuple[Any, Any]:
     """Synchronizes the metrics, logs and batch statistics of `model` after a step, with one collective for each dtype.
 
@@ -57,7 +60,7 @@ def synchronize_results(
 
     `parts` are the results of the replica's micro-batches in their order, or the only one. A training step updates
     batch statistics. A `report`, a float32 tensor, is added up over the replicas, too. The sums of the metrics' states
-    are `stored`, on one replica of each worker.
+    are `stored`, on one replica of each worker. A `guard` gets the loss, on the first one (`is_first`).
 
     Returns:
         The logs over all replicas, in the structure of the step's logs, and the sum of the reports.
@@ -70,6 +73,7 @@ def synchronize_results(
     averaged = [position for position, leaf in enumerate(leaves) if can_be_averaged(leaf)]
     own_results = metric_results(model) if metrics and isinstance(logs, dict) else []
     pairs = _possible_results(logs, own_results)
+    own_losses = [] if guard is None or not training else _losses(parts)
     # A replica without samples computed its logs from zeros: they do not count.
     weight = tf.cast(step.contributes, tf.float32)
 
@@ -79,7 +83,9 @@ def synchronize_results(
         + [_share_of_log([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
         + [tf.cast(differs(leaves[position], own_results[index][1]), tf.float32) * weight for position, index in pairs]
         + ([] if report is None else [report])
+        + ([tf.cast(_shares(own_losses, parts), tf.float32)] if own_losses else [])
     )
+    loss = shared.pop() if own_losses else None
     reported = None if report is None else shared.pop()
     totals, shared = shared[: len(metrics)], shared[len(metrics) :]
     if stored is not None:
@@ -95,6 +101,11 @@ def synchronize_results(
         # The first metric of which a log is the result on all replicas counts, so it is assigned last.
         for (position, index), differing in reversed([*zip(pairs, shared[len(averaged) :], strict=True)]):
             leaves[position] = tf.where(tf.equal(differing, 0), results[index][1], leaves[position])
+    if guard is not None and training and is_first:
+        if loss is None and all(part.step.logged_loss is None for part in parts):  # then no metric has counted it
+            loss = dict(zip(names_of(logs), leaves, strict=True)).get("loss")
+        if loss is not None:
+            guard.values.store_loss(loss)
     return tf.nest.pack_sequence_as(logs, leaves), reported
 
 
@@ -103,6 +114,14 @@ def exchanged_metrics(model: Any) -> list[Any]:
     metrics = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
     is_too_large = sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES
     return [] if is_too_large else metrics
+
+
+def _losses(parts: Sequence[PartialResult]) -> list[Any]:
+    """Returns the loss of each part, or nothing if a step has logged none, or within a function of the program."""
+    losses = [part.step.logged_loss for part in parts]
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    is_here = all(tf.is_tensor(loss) and getattr(loss, "graph", None) is graph for loss in losses)
+    return losses if is_here else []
 
 
 def _possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:

@@ -89,8 +89,9 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                     else:
                         results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
                     checked.append(results[0].step)
+            guard = {"guard": strategy.step_guard, "is_first": is_first}
             if shared is None:
-                return synchronize_results(model, step, results, training=training)[0]
+                return synchronize_results(model, step, results, training=training, **guard)[0]
             shared.end_timing(model, step)
             logs, report = synchronize_results(
                 model,
@@ -98,7 +99,8 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                 results,
                 training=training,
                 report=shared.report(step),
-                stored=strategy.metric_totals if replica_data is parts[0] else None,
+                stored=strategy.metric_totals if is_first else None,
+                **guard,
             )
             shared.check(report)
             return logs, report

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.training.metric_totals import MetricTotals
+from tfdist.training.step_guard import StepGuard
 
 
 class TrainingStrategy(Protocol):
@@ -22,11 +24,17 @@ class TrainingStrategy(Protocol):
         row_shares: Which rows of global batches each worker computes; None if the strategy does not divide them by
             shares.
         local_updates: How workers train by themselves between two exchanges of weights; None if they do not.
+        state_sharding: How the slots of optimizers are split over the replicas; None if each has all of them.
+        step_guard: What looks at each training step of `fit` before the next one begins; None if nothing does.
+        may_lose_workers: Whether the others train on when a worker is lost.
     """
 
     plan: Any = None
     row_shares: RowShares | None = None
     local_updates: Any = None
+    state_sharding: Any = None
+    step_guard: StepGuard | None = None
+    may_lose_workers: bool = False
 
     @property
     def rank(self) -> int:
@@ -40,6 +48,28 @@ class TrainingStrategy(Protocol):
     def num_workers(self) -> int:
         """The number of workers; by default 1, this process. Under parameter servers the chief is not counted."""
         return 1
+
+    @property
+    def living_ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that train at the moment, by default all."""
+        return tuple(range(self.num_workers))
+
+    def values_of_workers(self, values: np.ndarray) -> np.ndarray:
+        """Returns the values of all workers, `[number of workers, ...]` by rank; all workers call this.
+
+        Those of a worker that does not train at the moment are zero. By default there is one process.
+        """
+        return values[np.newaxis]
+
+    def leave_others(self) -> None:
+        """Leaves the workers that train on without this one, if they may lose it."""
+
+    def written_variables(self, model: Any, *, with_metrics: bool = True) -> Any:
+        """Returns the `WrittenVariables` of a training step of a model, whose `read` and `take_back` undo the step.
+
+        Without metrics it has the variables of the model and its optimizers only.
+        """
+        raise NotImplementedError
 
     @property
     def replicas_of_workers(self) -> Sequence[int]:

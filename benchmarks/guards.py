@@ -1,0 +1,127 @@
+"""Measures what the callbacks `WeightComparison` and `SpikeGuard` cost.
+
+    python benchmarks/guards.py                5 minutes on two cores
+
+Two workers train perceptrons with Adam, without a callback and with each of them, in turns within one process.
+*comparison* is the median time of one comparison of all weights and slots, and its part of 100 median steps; the ratios
+are those of median steps to the ones of the same round without a callback.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from elastic_run.worker import model_of
+
+_ROOT = Path(__file__).parent
+_BATCH, _WARM_UP_STEPS = 96, 10
+_MODELS = {"20,000 parameters": (20_000, 300), "10 M parameters": (10_000_000, 60)}
+_VARIANTS = ("no callback", "WeightComparison", "SpikeGuard")
+
+
+class StepTimes(keras.callbacks.Callback):
+    """The times between ends of steps, in seconds, after the warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._last = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Notes a step."""
+        now = time.perf_counter()
+        if batch > _WARM_UP_STEPS:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+def train(rounds: int, file: Path) -> None:
+    """Trains on this worker; rank 0 writes medians in milliseconds, by model and round."""
+    from tfdist.callbacks import SpikeGuard, WeightComparison
+    from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    compared: list[float] = []
+
+    class TimedComparison(WeightComparison):
+        """Notes how long each comparison takes."""
+
+        def compare(self) -> None:
+            began = time.perf_counter()
+            super().compare()
+            compared.append(time.perf_counter() - began)
+
+    makers = {"WeightComparison": lambda: [TimedComparison(20)], "SpikeGuard": lambda: [SpikeGuard()]}
+    strategy = MultiWorkerMirroredStrategy()
+    results: dict[str, Any] = {}
+    for name, (parameters, steps) in _MODELS.items():
+        x = np.random.default_rng(0).normal(size=(_BATCH * steps, 32)).astype(np.float32)
+        with strategy.scope():
+            model = model_of(parameters)
+            model.compile("adam", "mse")
+        of_rounds = []
+        compared.clear()
+        for _ in range(rounds):
+            medians = {}
+            for variant in _VARIANTS:
+                times = StepTimes()
+                callbacks = [*makers.get(variant, list)(), times]
+                model.fit(x, x[:, :1], batch_size=_BATCH, verbose=0, callbacks=callbacks)
+                medians[variant] = 1000 * statistics.median(times.seconds)
+            of_rounds.append(medians)
+        results[name] = {"rounds": of_rounds, "comparison_ms": 1000 * statistics.median(compared)}
+    if strategy.rank == 0:
+        file.write_text(json.dumps(results))
+
+
+def report(results: dict[str, Any]) -> None:
+    """Prints the results as a table."""
+    print("\n| two workers, Adam | step | comparison | of 100 steps | WeightComparison | SpikeGuard |")
+    print("|---|---|---|---|---|---|")
+    for name, result in results.items():
+        step = statistics.median(of_round["no callback"] for of_round in result["rounds"])
+        ratios = [
+            statistics.median(of_round[variant] / of_round["no callback"] for of_round in result["rounds"])
+            for variant in _VARIANTS[1:]
+        ]
+        comparison = result["comparison_ms"]
+        cells = [f"{step:.2f} ms", f"{comparison:.2f} ms", f"{comparison / step:.2f} %", *(f"{r:.3f}" for r in ratios)]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    """Starts the workers, and prints what they have measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--elastic", action="store_true", help="whether the training is elastic")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # writes its results there
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        return train(arguments.rounds, arguments.worker)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT.parent)))}
+    options = ["--elastic", "1"] if arguments.elastic else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.json")
+        command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", *options, str(Path(__file__))]
+        done = subprocess.run(
+            [*command, "--worker", str(file), "--rounds", str(arguments.rounds)],
+            env={**environment, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        return report(json.loads(file.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""WeightComparison: compares the weights of all replicas by hashes, and names those that differ from the majority."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.callbacks.strategy_support import check_equal_replicas, check_strategies_early
+from tfdist.callbacks.weight_hashes import (
+    DifferentWeightsError,
+    Hashes,
+    Verdict,
+    common_variables,
+    hash_all,
+    hash_variables,
+    vote,
+)
+from tfdist.keras_internals.epoch_iterator import last_step
+from tfdist.recovery.training_state import TrainingProgress
+from tfdist.training.strategy_protocol import training_strategy
+from tfdist.utils.argument_checks import check_whole_number
+
+_log = logging.getLogger("tfdist")
+_MOST_NAMED = 3  # variables in a message
+_RESTART = "Restart the workers from a checkpoint, as `tfdist run --max-restarts` with FailureRecovery does."
+_CAUSES = (
+    "Faulty memory causes this, and a program that assigns weights on one worker only. If it occurs again on the same "
+    "host, test its memory."
+)
+
+
+class WeightComparison(keras.callbacks.Callback):
+    """Compares the weights and slots of all replicas, which are equal between two steps, bit by bit.
+
+    A fault of memory, a bug, or a program that assigns weights on one worker only makes replicas train different models
+    without an error. Every `every_steps` steps each worker hashes the weights and the optimizer's variables of its
+    devices, and the workers exchange the hashes: 8 bytes a device. What more than half of the replicas have is right:
+
+    - In [elastic training](elastic.md) a worker with other bits ends with `DifferentWeightsError`. The others log which
+      variables differ on it, and train on; started again, it joins with their state.
+    - Otherwise, and if no bits are those of more than half of the replicas, as with two workers, all workers raise
+      `DifferentWeightsError`, which names replicas and variables. `tfdist run --max-restarts` with `FailureRecovery`
+      restarts them from a checkpoint. `FailureRecovery` compares before it saves.
+
+    What a worker has computed with wrong weights is in the sums that all have received, for at most `every_steps`
+    steps. Wrong gradients of right weights are equal on all, and not found. Workers with different processors or
+    versions of TensorFlow may round differently, and are then reported.
+
+    It works where all replicas hold equal copies: under `MirroredStrategy` and `MultiWorkerMirroredStrategy`, elastic
+    or not, and not with `shard_optimizer_state`, `LocalSGD` or `DiLoCo`. With one device there is nothing to compare.
+
+    >>> import keras, numpy as np
+    >>> from tfdist.callbacks import WeightComparison
+    >>> from tfdist.strategies import MirroredStrategy
+    >>> with MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", loss="mse")
+    >>> comparison = WeightComparison(every_steps=2)
+    >>> history = model.fit(np.ones([12, 3]), np.ones([12, 1]), batch_size=2, verbose=0, callbacks=[comparison])
+    >>> comparison.comparisons
+    3
+
+    Attributes:
+        comparisons: How often the replicas were compared in this `fit`.
+    """
+
+    def __init__(self, every_steps: int = 100) -> None:
+        """Creates the callback.
+
+        Args:
+            every_steps: Compare after this number of training steps.
+
+        Raises:
+            ValueError: It is no number of steps.
+        """
+        super().__init__()
+        self._progress, self._next = TrainingProgress(), every_steps
+        check_whole_number("every_steps", every_steps, at_least=1)
+        self._every_steps = every_steps
+        self.comparisons = 0
+        check_strategies_early()
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns what a restarted training continues with."""
+        return {"progress": asdict(self._progress), "next": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the steps of an earlier run."""
+        self._progress, self._next = TrainingProgress(**state["progress"]), state["next"]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Checks the strategy.
+
+        Raises:
+            ValueError: Its replicas do not hold equal copies.
+        """
+        check_equal_replicas(type(self).__name__, self.model)
+        self._strategy = training_strategy(self.model.distribute_strategy)
+        self._progress, self._next = TrainingProgress(), self._every_steps
+        self.comparisons = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._progress = self._progress.in_epoch(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._progress = self._progress.after_batch(last_step(self.model, batch))
+        if self._progress.step >= self._next:
+            self._next += self._every_steps * ((self._progress.step - self._next) // self._every_steps + 1)
+            self.compare()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._progress = self._progress.after_epoch()
+
+    def compare(self) -> None:
+        """Compares now. All workers call this between the same two steps.
+
+        Raises:
+            DifferentWeightsError: Bits differ; see the class.
+        """
+        if sum(self._strategy.replicas_of_workers) == 1:
+            return
+        self.comparisons += 1
+        variables = common_variables(self.model)
+        own = np.stack([hash_variables(copies) for copies in zip(*variables.values(), strict=True)])
+        hashes = self._of_replicas(np.array([[hash_all(row)] for row in own]))
+        verdict = vote({replica: int(row[0]) for replica, row in hashes.items()})
+        # A worker that has not joined yet repeats the steps of the others, and does not vote.
+        votes = any(rank == self._strategy.rank for rank, _ in hashes)
+        is_wrong = not votes and any(hash_all(row) != verdict.majority for row in own)
+        if verdict.differing or is_wrong:
+            self._report(verdict, list(variables), own, is_wrong=is_wrong)
+
+    def _of_replicas(self, own: Hashes) -> dict[tuple[int, int], Hashes]:
+        """Returns the rows of all replicas that train, by rank and number of the device.
+
+        `own` has one for each device of this worker.
+        """
+        counts = self._strategy.replicas_of_workers
+        sent = np.zeros([max(counts), own.shape[1] + 1], np.int64)
+        sent[: len(own), 0], sent[: len(own), 1:] = 1, own
+        received = self._strategy.values_of_workers(sent.reshape(-1)).reshape(len(counts), *sent.shape)
+        return {
+            (rank, device): row[1:] for rank, rows in enumerate(received) for device, row in enumerate(rows) if row[0]
+        }
+
+    def _report(self, verdict: Verdict, names: list[str], own: Hashes, *, is_wrong: bool) -> None:
+        """Says which variables differ. `is_wrong`: those of this worker, which repeats the steps of the others."""
+        by_variable = self._of_replicas(own)
+        found = f"{len(by_variable)} replicas after step {self._progress.step}"
+        if verdict.majority is None:
+            differ = [len({int(row[place]) for row in by_variable.values()}) > 1 for place in range(len(names))]
+            raise DifferentWeightsError(
+                "The replicas have different weights, and nobody knows which are right. Received: no bits that more "
+                f"than half have, of {found}; different: {_named(names, differ)}. Expected: equal bits on all replicas "
+                f"between two steps. {_RESTART} Three workers decide by majority. {_CAUSES}",
+                sorted({rank for rank, _ in by_variable}),
+            )
+        right = next(row for replica, row in by_variable.items() if replica not in verdict.differing)
+        wrong = {self._name(replica): by_variable[replica] != right for replica in verdict.differing}
+        ranks = sorted({rank for rank, _ in verdict.differing})
+        if is_wrong:
+            wrong[f"worker {self._strategy.rank}, which joins"] = (own != right).any(axis=0)
+            ranks.append(self._strategy.rank)
+        received = "; ".join(f"{name}: {_named(names, differ)}" for name, differ in wrong.items())
+        message = (
+            f"Replicas have other weights than the majority. Received: {received}; of {found}. Expected: equal bits on "
+            f"all replicas between two steps. %s {_CAUSES}"
+        )
+        if not self._strategy.may_lose_workers:
+            raise DifferentWeightsError(message % _RESTART, ranks)
+        if self._strategy.rank not in ranks:
+            _log.warning(message, "These workers leave; started again, they join with the state of the others.")
+            return
+        self._strategy.leave_others()
+        raise DifferentWeightsError(
+            message % "The others train on. Start this worker again, as `tfdist run --elastic` does.", ranks
+        )
+
+    def _name(self, replica: tuple[int, int]) -> str:
+        rank, device = replica
+        devices = self._strategy.replicas_of_workers[rank]
+        return f"worker {rank}" if devices == 1 else f"worker {rank}, device {device}"
+
+
+def _named(names: Sequence[str], differ: Iterable[bool]) -> str:
+    found = [name.partition(": ")[2] for name, differs in zip(names, differ, strict=True) if differs]
+    rest = f" and {len(found) - _MOST_NAMED} more variables" if len(found) > _MOST_NAMED else ""
+    return ", ".join(found[:_MOST_NAMED]) + rest
