@@ -15,7 +15,7 @@ from tfdist.keras_internals.model_state import OptimizerState, has_compiled_part
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.training.step_guard import StepFunction, StepValues
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
-from tfdist.utils.argument_checks import check_whole_number, is_number, is_whole_number
+from tfdist.utils.argument_checks import check_whole_number, is_number
 
 _log = logging.getLogger("tfdist")
 _MOST_KEPT = 1000  # spikes in the attribute
@@ -123,9 +123,10 @@ class SpikeGuard(keras.callbacks.Callback):
             ValueError: An argument is invalid.
         """
         super().__init__()
-        warm_up = max(window // 2, 1) if warm_up is None and is_whole_number(window, at_least=1) else warm_up
-        for name, value in (("window", window), ("warm_up", warm_up), ("most_in_a_row", most_in_a_row)):
-            check_whole_number(name, value, at_least=0 if name == "most_in_a_row" else 1)
+        check_whole_number("window", window, at_least=1)
+        warm_up = max(window // 2, 1) if warm_up is None else warm_up
+        check_whole_number("warm_up", warm_up, at_least=1)
+        check_whole_number("most_in_a_row", most_in_a_row, at_least=0)
         if go_back_steps is not None:
             check_whole_number("go_back_steps", go_back_steps, at_least=1)
         for name, number in (("deviations", deviations), ("factor", factor)):

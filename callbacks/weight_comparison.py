@@ -74,7 +74,7 @@ class WeightComparison(keras.callbacks.Callback):
             every_steps: Compare after this number of training steps.
 
         Raises:
-            ValueError: It is no number of steps.
+            ValueError: It is not a number of at least 1.
         """
         super().__init__()
         self._progress, self._next = TrainingProgress(), every_steps

@@ -55,7 +55,7 @@ def hash_all(hashes: Hashes) -> int:
 
 def _hash(values: np.ndarray) -> int:
     # NumPy gives buffers of standard dtypes only, and bytes of all.
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 @dataclass(frozen=True)

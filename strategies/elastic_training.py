@@ -1,5 +1,6 @@
 """What `MultiWorkerMirroredStrategy(elastic=True)` does in `fit`, `evaluate` and `predict`."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
+from tfdist.elastic.elastic_accumulation import Accumulators, ElasticAccumulation
 from tfdist.elastic.elastic_coordination import ElasticCoordination
 from tfdist.elastic.elastic_fit import ElasticFit
 from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
-from tfdist.elastic.step_variables import check_updates
+from tfdist.elastic.step_variables import accumulates, accumulation_counts, accumulators_of, check_updates
 from tfdist.strategies import exchange_start
 from tfdist.training.metric_totals import MetricTotals
 
+_ACCUMULATION = "_tfdist_elastic_accumulation"
 _REFUSED = {
     "communication_options": "NCCL has a fixed group of workers",
     "mode": "the updates that a lost worker has made by itself would be lost with it",
@@ -35,6 +38,10 @@ def check_elastic_options(**options: Any) -> None:
                 "MultiWorkerMirroredStrategy with `elastic=True`, or under `tfdist run --elastic`. Expected: one of "
                 f"the two. Leave `{name}` out, or start the run with `--max-restarts` in place of `--elastic`."
             )
+
+
+def _step_on(function: Callable[[Any], Any], batch: Any) -> Callable[[], Any]:
+    return lambda: function(iter([batch]))
 
 
 class ElasticTraining:
@@ -111,7 +118,11 @@ class ElasticTraining:
 
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
-        return [ElasticFit(self._transactions, self.coordination, self._take_no_rows)]
+        return [ElasticFit(self._transactions, self.coordination, self._has_state_of_another)]
+
+    def run_update(self, model: Any, update: Callable[[], None]) -> None:
+        """Applies what the optimizer of a model has accumulated, on all workers or on none."""
+        self._accumulation_of(model).run(update)
 
     def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns the function of Keras that runs steps of the model, each of which counts on all workers or on none.
@@ -122,8 +133,11 @@ class ElasticTraining:
             return lambda data: self._transactions.run(lambda: function(data), NOTHING)
         if name == "train":
             check_updates(model)
-        strategy: Any = self._strategy()
-        written = strategy.written_variables(model)
+        run: Callable[[Callable[[], Any]], Any]
+        if name == "train" and accumulates(model):
+            run = self._accumulation_of(model, is_new=True).run
+        else:
+            run = functools.partial(self._transactions.run, written=self._written_by(model))
 
         def run_steps(iterator: Any) -> Any:
             logs: Any = None
@@ -134,19 +148,39 @@ class ElasticTraining:
                     if number == 0:
                         raise StopIteration from None
                     break
-                logs = self._run(function, batch, written)
+                logs = run(_step_on(function, batch))
             return logs
 
         return run_steps
-
-    def _run(self, function: Callable[[Any], Any], batch: Any, written: WrittenVariables) -> Any:
-        return self._transactions.run(lambda: function(iter([batch])), written)
 
     def _follow(self, ranks: Sequence[int]) -> None:
         """Other workers train than before."""
         self._row_shares.give_rows_to(ranks)
         # The oldest: one that joins may not have stored all sums.
         self.metric_totals.divide(is_first=self._group.rank == self.ranks_by_age[0])
+
+    def _accumulation_of(self, model: Any, *, is_new: bool = False) -> ElasticAccumulation:
+        """Returns the accumulation of a model, for the next function of its steps if `is_new`."""
+        found: ElasticAccumulation | None = getattr(model, _ACCUMULATION, None)
+        if found is None:
+            found = ElasticAccumulation(
+                self._transactions, lambda: accumulation_counts(model), shares=self._row_shares.state
+            )
+            object.__setattr__(model, _ACCUMULATION, found)  # bypasses Keras' tracking of attributes
+            is_new = True
+        if is_new:
+            found.use(self._written_by(model), Accumulators(lambda: accumulators_of(model)))
+        return found
+
+    def _written_by(self, model: Any) -> WrittenVariables:
+        strategy: Any = self._strategy()
+        written: WrittenVariables = strategy.written_variables(model)
+        return written
+
+    def _has_state_of_another(self, model: Any) -> None:
+        self._take_no_rows()
+        if accumulates(model):
+            self._accumulation_of(model).has_state_of_another()
 
     def _take_no_rows(self) -> None:
         others = [rank for rank in range(len(self._group.addresses)) if rank != self._group.rank]

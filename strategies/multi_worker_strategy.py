@@ -1,7 +1,7 @@
 """MultiWorkerMirroredStrategy: trains on the devices of many processes."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -328,6 +328,13 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self._elastic is not None:
             self._elastic.check_runs_in_step()
         return super().run(fn, args, kwargs, options)
+
+    def run_update(self, model: Any, update: Callable[[], None]) -> None:
+        """Calls `update`, which updates a model between two steps; with `elastic` again if a worker is lost."""
+        if self._elastic is None:
+            update()
+        else:
+            self._elastic.run_update(model, update)
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.

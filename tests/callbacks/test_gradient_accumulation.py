@@ -98,6 +98,19 @@ def test_a_flush_is_an_update_of_the_mean_over_the_remainder(strategy, scaled):
     assert updates(flushed) == 3
 
 
+def test_a_flush_is_an_update_that_the_strategy_runs(cpus, monkeypatch):
+    strategy, counts = MirroredStrategy(cpus[:1]), []
+
+    def run(model, update):
+        before = updates(model)
+        update()
+        counts.append((before, updates(model)))
+
+    monkeypatch.setattr(strategy, "run_update", run)
+    fit(compiled(strategy), GradientAccumulation(4, flush_at_end=True))
+    assert counts == [(1, 2)]
+
+
 @mostly("one process")
 def test_a_flush_comes_before_the_last_validation_and_the_average_of_weights(strategy):
     validated = []

@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.callbacks import SpikeGuard, WeightComparison
+from tfdist.callbacks import GradientAccumulation, SpikeGuard, WeightComparison
 
-_STEPS, _BATCH = 80, 24
+STEPS, _BATCH = 80, 24
 
 
 def _data(seed):
     generator = np.random.default_rng(seed)
-    x = generator.normal(size=(_BATCH * _STEPS - 5, 12)).astype(np.float32)  # the last batch is smaller
+    x = generator.normal(size=(_BATCH * STEPS - 5, 12)).astype(np.float32)  # the last batch is smaller
     return x, np.tanh(x @ generator.normal(size=(12, 2))).astype(np.float32)
 
 
@@ -79,12 +79,15 @@ def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequentia
 
 
 def chief_is_lost(strategy, folder, callbacks):
-    """SGD with momentum, statistics over all replicas, shuffled rows, several steps in one call, weights compared."""
+    """SGD with momentum, statistics over all replicas, shuffled rows, several steps in one call, accumulation.
+
+    An execution ends within an accumulation of two steps. Weights are compared.
+    """
 
     def layers():
         return [keras.layers.Dense(16, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
 
-    optimizer = lambda: keras.optimizers.SGD(0.05, momentum=0.9)  # noqa: E731
+    optimizer = lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)  # noqa: E731
     guards = [WeightComparison(every_steps=10)]
     return _fit(strategy, folder, callbacks, optimizer, layers, guards=guards, steps_per_execution=3)
 
@@ -169,7 +172,48 @@ def preempted(strategy, folder, callbacks):
     return _fit(strategy, folder, callbacks, _momentum, _dense)
 
 
-MORE_FITS = {fit.__name__: fit for fit in (compiled, eager, from_python, own_step, compressed, rounded)}
+def accumulated(strategy, folder, callbacks):
+    """Accumulates over a number of steps that does not divide an epoch, and with a loss scale."""
+
+    def optimizer():
+        inner = keras.optimizers.Adam(0.01, global_clipnorm=0.5, gradient_accumulation_steps=7)
+        return keras.optimizers.LossScaleOptimizer(inner)
+
+    def layers():
+        return [keras.layers.Dense(16, "gelu"), keras.layers.BatchNormalization(synchronized=True)]
+
+    return _fit(strategy, folder, callbacks, optimizer, layers)
+
+
+def accumulated_eagerly(strategy, folder, callbacks):
+    """Step by step in Python."""
+    optimizer = lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=7)  # noqa: E731
+    return _fit(strategy, folder, callbacks, optimizer, _dense, run_eagerly=True)
+
+
+def accumulated_by_a_callback(strategy, folder, callbacks):
+    """A schedule: incomplete accumulations are applied where an epoch changes the number of steps, and at the end."""
+
+    def with_schedule(model):
+        return [GradientAccumulation({0: 3, 1: 7, 2: 9}, flush_at_end=True), *callbacks(model)]
+
+    return _fit(strategy, folder, with_schedule, _momentum, _dense)
+
+
+MORE_FITS = {
+    fit.__name__: fit
+    for fit in (
+        compiled,
+        eager,
+        from_python,
+        own_step,
+        compressed,
+        rounded,
+        accumulated,
+        accumulated_eagerly,
+        accumulated_by_a_callback,
+    )
+}
 STRATEGY_OPTIONS = {
     "compressed": {"compression": {"dense/kernel": "powersgd:2", ".*": "topk:0.2"}},
     "rounded": {"compression": "int8"},

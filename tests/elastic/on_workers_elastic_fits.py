@@ -22,6 +22,10 @@ FAULTS = {
     "own_step": [(0, 60, signal.SIGKILL)],
     "compressed": [(1, 60, signal.SIGKILL)],
     "rounded": [(1, 60, signal.SIGKILL)],
+    "accumulated": [(0, 60, signal.SIGKILL)],
+    "accumulated_eagerly": [(1, 60, signal.SIGKILL)],
+    # Before an incomplete accumulation is applied, and within an accumulation.
+    "accumulated_by_a_callback": [(1, 80, signal.SIGKILL), (0, 164, signal.SIGKILL)],
 }
 # By training: the rank on which a bit of a weight changes, and the step after which it does.
 FLIPS = {"chief_is_lost": (2, 30)}
@@ -81,9 +85,13 @@ def main(folder, name=None):
             super().__init__()
             self._name, self._strategy, self._trained = name, strategy, model
             self._waits_until = time.monotonic() + _LONGEST_WAIT_SECONDS
+            self._epoch = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self._epoch = epoch
 
         def on_train_batch_end(self, batch, logs=None):
-            step = int(self._trained.optimizer.iterations.numpy())
+            step = elastic_fits.STEPS * self._epoch + batch + 1
             strategy = self._strategy
             living = strategy.living_ranks
             is_complete = len(living) == strategy.num_workers

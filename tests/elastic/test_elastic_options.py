@@ -9,10 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tfdist.callbacks import FailureRecovery, SpikeGuard
-from tfdist.elastic.elastic_fit import ElasticFit, reject_backups
-from tfdist.keras_internals.accumulation import Accumulation
+from tfdist.elastic.elastic_fit import reject_backups
+from tfdist.elastic.step_variables import check_updates
 from tfdist.launch.cli.main import main
-from tfdist.recovery.training_state import TrainingProgress
 from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, exchange_start
 from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
 
@@ -44,10 +43,17 @@ def _own_data(_):
     strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(3))
 
 
-def _accumulation(_):
+def _two_optimizers(made):
+    """Accumulations over 4 and 6 steps, the second of which has `made` some when the first one begins."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
-    _training().step_function(model, "train", lambda iterator: None)
+    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=4), "mse")
+    model.other = keras.optimizers.SGD(gradient_accumulation_steps=6)
+    model.other._iterations.assign_add(made)
+    return model
+
+
+def _never_in_one_step(_):
+    _training().step_function(_two_optimizers(made=3), "train", lambda iterator: None)
 
 
 def _compiled_part(_):
@@ -80,7 +86,10 @@ _REFUSED = {
     ),
     "`LocalSGD`": (lambda _: _strategy(mode=LocalSGD(sync_every=2)), "Received: mode=LocalSGD"),
     "`DiLoCo`": (lambda _: _strategy(mode=DiLoCo(sync_every=2)), "Received: mode=DiLoCo"),
-    "`gradient_accumulation_steps`": (_accumulation, "an optimizer that accumulates over 2 micro-steps"),
+    "optimizers that accumulate and never update in one step": (
+        _never_in_one_step,
+        "Received: .* over 4 and 6 micro-steps, and have made 0 and 3",
+    ),
     "compiled models within the model": (_compiled_part, "a compiled model within the model that is trained"),
     "workers with different numbers of devices": (
         lambda _: ElasticTraining(SimpleNamespace(replicas_of_workers=(1, 2))),
@@ -109,15 +118,9 @@ def test_it_is_refused_with_what_to_do(row, tmp_path):
     assert "Expected: " in str(raised.value)
 
 
-def test_a_callback_that_accumulates_is_refused_before_the_epoch():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    fit = object.__new__(ElasticFit)
-    vars(fit).update(_model=model, _progress=TrainingProgress(), _received=None)
-    fit.on_epoch_begin(0)
-    Accumulation(model).change(4)
-    with pytest.raises(ValueError, match="an optimizer that accumulates over 4 micro-steps"):
-        fit.on_epoch_begin(1)
+def test_optimizers_that_update_in_one_step_now_and_then_may_accumulate():
+    check_updates(_two_optimizers(made=0))
+    check_updates(_two_optimizers(made=2))
 
 
 def test_a_callback_of_the_program_that_restores_backups_is_refused(tmp_path):

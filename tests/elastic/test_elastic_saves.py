@@ -192,11 +192,13 @@ def test_all_that_leave_save_first(tmp_path: Path, writes: bool) -> None:
 
         for own in saves:
             own.worker.after_step = lambda own=own: leave(own)
-        if not writes:  # a view that others begin
-            threading.Timer(0.5, lambda: workers.of_rank(2).membership.close()).start()
+        if not writes:  # the others have begun another view before it has learned that all leave
+            oldest = workers.of_rank(0).membership
+            threading.Timer(0.5, lambda: oldest.report_failure(oldest.view, 0, patience_seconds=0.1)).start()
         for worker in workers.trained:
             worker.membership.leave_after_step()
         wait_until(lambda: {0, 1} <= {*ended}, "all leave")
+        assert workers.of_rank(2).error is None, "the last save has waited for a worker that does not write"
         assert set(_steps(tmp_path).values()) == {(0, 1, 2) if writes else (0, 1)}
         assert not writes or ended[0] == 0
 

@@ -26,11 +26,11 @@ def total_after(step: int) -> int:
     return ROWS * step * (step + 1) // 2
 
 
-def wait_until(is_so: Callable[[], Any], what: str) -> None:
+def wait_until(is_so: Callable[[], Any], what: str, limit_seconds: float = LIMIT_SECONDS) -> None:
     """Waits for an event."""
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + limit_seconds
     while not is_so():
-        assert time.monotonic() < deadline, f"not in {LIMIT_SECONDS:g} s: {what}"
+        assert time.monotonic() < deadline, f"not in {limit_seconds:g} s: {what}"
         time.sleep(0.002)
 
 
@@ -115,7 +115,9 @@ class ThreadWorker:
         self._before_exchange(self)
         self.exchange = group.exchange(view)
         self._ranks, self._state = list(range(len(self.addresses))), _Total(writes_late=bool(self.rank % 2))
-        transactions = self.transactions = StepTransactions(group, lambda: self.exchange.failure, self._connect)
+        transactions = self.transactions = StepTransactions(
+            group, lambda: self.exchange.failure, self._connect, self._sum
+        )
         self.has_started = True
         if transactions.is_alone:
             receiver = group.ask_for_state(0)
@@ -123,14 +125,25 @@ class ThreadWorker:
             self._state.values = np.frombuffer(receiver.state[1][0], np.int64)
             self._ranks = []
             transactions.replay(receiver, Changes())
+            self._has_joined()
         while self.membership.committed_steps < self.last_step and not self.is_killed:
-            transactions.run(self._step, self._state)  # type: ignore[arg-type]
+            self._run_step()
             self.totals[self.membership.committed_steps] = int(self._state.values[0])
             assert (self._state.values == self._state.values[0]).all()
             self.after_step()
             if group.donor.is_asked and self.membership.is_member:
                 self._give_state()
             time.sleep(_STEP_SECONDS)
+
+    def total_after(self, step: int) -> int:
+        """Returns what its state must be after a step."""
+        return total_after(step)
+
+    def _has_joined(self) -> None:
+        """It has the state of another one."""
+
+    def _run_step(self) -> None:
+        self.transactions.run(self._step, self._state)
 
     def _step(self) -> None:
         step = self.membership.committed_steps + 1
@@ -141,6 +154,9 @@ class ThreadWorker:
         if self._state.writes_late and (refusal := self.transactions.may_write()):
             raise tf.errors.InvalidArgumentError(None, None, refusal)
         self._state.values = self._state.values + total
+
+    def _sum(self, values: Any) -> Any:
+        return self.exchange.channel(STEPS).all_reduce(np.array(values))
 
     def _give_state(self) -> None:
         values, before_state = self._state.values, self.before_state
@@ -163,10 +179,16 @@ class ThreadWorker:
 
 
 class ThreadWorkers:
-    """The workers of a training."""
+    """The workers of a training.
 
-    def __init__(self, size: int, **options: Any) -> None:
-        self.addresses, self.options = free_addresses(size), options
+    Args:
+        size: How many there are.
+        kind: Makes each of them.
+        options: What else the group of each gets.
+    """
+
+    def __init__(self, size: int, kind: Callable[..., ThreadWorker] = ThreadWorker, **options: Any) -> None:
+        self.addresses, self._kind, self.options = free_addresses(size), kind, options
         self.all: list[ThreadWorker] = []
 
     @property
@@ -176,7 +198,7 @@ class ThreadWorkers:
 
     def start(self, rank: int, **options: Any) -> ThreadWorker:
         """Starts the worker of a rank."""
-        worker = ThreadWorker(rank, self.addresses, **{**self.options, **options})
+        worker = self._kind(rank, self.addresses, **{**self.options, **options})
         self.all.append(worker)
         return worker
 
@@ -220,7 +242,7 @@ class ThreadWorkers:
     def check(self) -> None:
         """Checks the state of each worker after each of its steps."""
         for worker in self.all:
-            wrong = {step: total for step, total in [*worker.totals.items()] if total != total_after(step)}
+            wrong = {step: total for step, total in [*worker.totals.items()] if total != worker.total_after(step)}
             assert not wrong, (worker.rank, dict(sorted(wrong.items())[:5]))
             steps = sorted(worker.totals)
             assert steps == list(range(steps[0], steps[-1] + 1)) if steps else True, "a step is missing"

@@ -16,7 +16,7 @@ from tfdist.data_position.resumable_iterator import start_at_epoch, training_ite
 from tfdist.elastic.elastic_coordination import ElasticCoordination
 from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.step_transactions import Changes, StepTransactions
-from tfdist.elastic.step_variables import check_updates, variables_of_steps
+from tfdist.elastic.step_variables import accumulates, variables_of_steps
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.saved_files import continue_files
@@ -90,11 +90,12 @@ class ElasticFit(LastCallback):
     Args:
         transactions: Runs the steps.
         coordination: Knows which workers save.
-        take_no_rows: Called on a worker that has the state of another one: it computes no rows, and has counted none.
+        take_no_rows: Called with the model on a worker that has the state of another one: it computes no rows, and has
+            counted none.
     """
 
     def __init__(
-        self, transactions: StepTransactions, coordination: ElasticCoordination, take_no_rows: Callable[[], None]
+        self, transactions: StepTransactions, coordination: ElasticCoordination, take_no_rows: Callable[[Any], None]
     ) -> None:
         super().__init__()
         group = self._group = transactions.group
@@ -116,6 +117,7 @@ class ElasticFit(LastCallback):
         self._is_first = self._group.is_first
         self._iterator = training_iterator(self.model)
         self._progress, self._logs = self._recoveries[0].progress if self._recoveries else TrainingProgress(), None
+        self._transactions.may_join |= not accumulates(self.model)
         self._training_state()  # creates what the first step would create, and could not take back
         if self._transactions.is_alone:
             self._join()
@@ -129,7 +131,6 @@ class ElasticFit(LastCallback):
                 recovery.report_saves(self._heartbeat.saved)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        check_updates(self.model)  # `GradientAccumulation` changes them in an epoch's beginning
         self._progress = self._progress.in_epoch(epoch)
         if self._received is not None:
             receiver, received = self._received
@@ -194,8 +195,10 @@ class ElasticFit(LastCallback):
 
     def _load(self, received: ReceivedState) -> None:
         rank, ranks = self._group.rank, len(self._group.addresses)
-        self._training_state().restore(received, rank, ranks, metrics=False)
-        self._take_no_rows()
+        state = self._training_state()
+        state.adopt_accumulation_steps(received)  # `GradientAccumulation` sets them only when the epoch begins
+        state.restore(received, rank, ranks, metrics=False)
+        self._take_no_rows(self.model)
 
     def _take_values_of_oldest(self) -> None:
         """Makes the model equal on all: a worker that has joined may have trained it by itself in an earlier `fit`."""

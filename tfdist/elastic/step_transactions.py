@@ -8,7 +8,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
@@ -24,6 +24,29 @@ from tfdist.utils.temporary_values import setting_attributes
 _STEPS_THAT_CREATE = 2
 _LAST_SECONDS = 3.0  # for which a worker whose donor is lost may still be taken in
 _Result = TypeVar("_Result")
+Values = Sequence[tuple[Any, Any]]
+"""Variables and their values."""
+
+
+class Written(Protocol):
+    """What a step writes."""
+
+    def read(self) -> Any:
+        """Returns the values before a step."""
+        ...
+
+    def take_back(self, values: Any) -> None:
+        """Gives back the values that `read` has returned."""
+        ...
+
+    def trace(self, write_after: Callable[[Sequence[Any]], set[int]]) -> None:
+        """Gets to know that the graph of a step is being traced.
+
+        Args:
+            write_after: Lets its writes to variables wait until the step counts, as far as possible. It takes the
+                handles of the variables, and returns the ids of those to which the graph writes before.
+        """
+        ...
 
 
 class WrittenVariables:
@@ -45,7 +68,7 @@ class WrittenVariables:
         self._early: set[int] | None = None  # handles to which some graph writes before its step counts
         self._is_traced = False  # since values were last read
 
-    def read(self) -> Sequence[tf.Tensor]:
+    def read(self) -> Values:
         """Returns the values before a step. They share the memory of the variables until the step writes these."""
         if self._steps < _STEPS_THAT_CREATE:
             found = self._find()
@@ -56,21 +79,16 @@ class WrittenVariables:
             self._kept, self._is_traced = self._written_early(), False
         self._steps += 1
         with tf.init_scope():
-            return [variable.read_value() for variable in self._kept]
+            return [(variable, _value_of(variable)) for variable in self._kept]
 
     def trace(self, write_after: Callable[[Sequence[Any]], set[int]]) -> None:
-        """Lets the writes of the graph that is being traced wait until the step counts, as far as possible.
-
-        Args:
-            write_after: Does so for the handles of variables; returns the ids of those to which the graph writes
-                before.
-        """
+        """Lets the writes of the graph wait, and keeps no values any more of the variables that it writes late."""
         variables = [*self._find(), *self._find_overwritten()]
         self._early = (self._early or set()) | write_after([variable.handle for variable in variables])
         self._is_traced = True
 
-    def take_back(self, values: Sequence[tf.Tensor]) -> None:
-        """Gives the variables the values that `read` has returned.
+    def take_back(self, values: Values) -> None:
+        """Gives the variables the values that `read` has returned, before this step or an earlier one.
 
         Raises:
             ExchangeError: The step was the first with its shapes, and has created variables, or writes others before
@@ -87,12 +105,17 @@ class WrittenVariables:
                 "step. Start the workers again."
             )
         with tf.init_scope():
-            for variable, value in zip(self._kept, values, strict=True):
+            for variable, value in values:
                 variable.assign(value)
 
     def _written_early(self) -> list[tf.Variable]:
         early = self._early
         return self._variables if early is None else [one for one in self._variables if id(one.handle) in early]
+
+
+def _value_of(variable: Any) -> tf.Tensor:
+    # A step of few milliseconds would notice the wrappers of TensorFlow.
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 NOTHING = WrittenVariables(tuple)
@@ -145,6 +168,7 @@ class StepTransactions:
         group: The workers.
         fits: How many calls of `fit` have begun in this process.
         changes: What losses and joins have cost since the training began, as far as this worker knows.
+        may_join: Whether this worker, which repeats steps, could compute again what a lost worker had accumulated.
     """
 
     def __init__(
@@ -162,11 +186,12 @@ class StepTransactions:
         self._handles = handles
         self._commit_point: CommitPoint | None = None
         self._outcome: _Outcome | None = None  # of the step that is running, if workers agree on it
-        self._written = NOTHING
+        self._written: Written = NOTHING
         self._view = group.connected_view
         self._receiver: StateReceiver | None = None
         self._is_running = False
         self.changes = Changes()
+        self.may_join = True
 
     def tell(self, follower: Callable[[list[int]], None]) -> None:
         """Calls a method with the ranks that train whenever they change, as long as its object lives."""
@@ -181,6 +206,16 @@ class StepTransactions:
     def is_alone(self) -> bool:
         """Whether this worker computes everything by itself: it has started while the others train."""
         return self._receiver is None and not self.group.membership.is_member
+
+    @property
+    def trains(self) -> bool:
+        """Whether this worker computes its share of steps with others."""
+        return self._receiver is None and self.group.membership.is_member
+
+    @property
+    def view(self) -> View:
+        """The workers that compute the present step; `NO_VIEW` where this one computes by itself."""
+        return self._view
 
     def replay(self, receiver: StateReceiver, changes: Changes) -> None:
         """Repeats the others' steps from now on. This worker has the state that it has received.
@@ -200,11 +235,21 @@ class StepTransactions:
         """Returns the value of the oldest worker. All call this, within a step or `run_alone`."""
         return self._sum(value if self.is_oldest else tf.zeros_like(value))
 
+    def numbers_with(self, condition: bool, *conditions: bool) -> list[int]:
+        """Returns of how many workers each condition is true. All call this, within a step or `run_alone`."""
+        numbers = self._sum(tf.constant([*map(float, (condition, *conditions))]))
+        return [round(float(number)) for number in numbers]
+
     def run_alone(self, exchange: Callable[[], _Result]) -> _Result:
         """Runs an exchange; outside of a step it is one by itself."""
         return exchange() if self._is_running else self.run(exchange, NOTHING)
 
-    def run(self, step: Callable[[], _Result], written: WrittenVariables) -> _Result:
+    def compute_again(self, step: Callable[[], Any]) -> None:
+        """Computes a step that counts already, within another one, which all workers do."""
+        with setting_attributes(self, _outcome=None):
+            self._attempt(step)
+
+    def run(self, step: Callable[[], _Result], written: Written) -> _Result:
         """Runs a step, which all workers run, until it counts.
 
         Args:
@@ -223,7 +268,7 @@ class StepTransactions:
                 return self._replayed(self._receiver, step)
             return self._run_until_it_counts(step, written)
 
-    def _run_until_it_counts(self, step: Callable[[], _Result], written: WrittenVariables) -> _Result:
+    def _run_until_it_counts(self, step: Callable[[], _Result], written: Written) -> _Result:
         while True:
             began = time.monotonic()
             self._follow_view()
@@ -315,7 +360,7 @@ class StepTransactions:
         self.group.log.replay(results)
         result = self._attempt(step)
         self.group.log.replay([])
-        self.group.membership.has_replayed(number, is_ready=True)
+        self.group.membership.has_replayed(number, is_ready=self.may_join)
         return result
 
     def _follow_view(self) -> None:

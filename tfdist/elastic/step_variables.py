@@ -1,5 +1,7 @@
 """The variables that a step of a model may write, on this worker."""
 
+import itertools
+import math
 from typing import Any
 
 from tfdist.keras_internals.model_state import (
@@ -22,11 +24,31 @@ def variables_of_steps(model: Any, *, with_metrics: bool = True) -> list[Any]:
     return [*of_replicas, *generator_variables().values()]
 
 
+def accumulators_of(model: Any) -> list[Any]:
+    """Returns the `tf.Variable`s in which the optimizers of a model add up the gradients of this worker's replicas."""
+    return [
+        component
+        for optimizer in optimizers_of(model)
+        for accumulator in OptimizerState(optimizer).accumulators
+        for component in components(model.distribute_strategy, accumulator)
+    ]
+
+
+def accumulates(model: Any) -> bool:
+    """Returns whether an optimizer of the model accumulates gradients over several steps."""
+    return bool(_accumulating(model))
+
+
+def accumulation_counts(model: Any) -> dict[int, tuple[int, int]]:
+    """Returns how many steps each optimizer that accumulates has made, and over how many it does, by its `id`."""
+    return {number: (state.micro_steps, state.accumulation_steps) for number, state in _accumulating(model).items()}
+
+
 def check_updates(model: Any) -> None:
-    """Refuses optimizers that accumulate gradients over several steps, and those of parts of the model.
+    """Refuses optimizers of parts of the model, and those that never update in the same step.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There are such.
     """
     if has_compiled_parts(model):
         raise ValueError(
@@ -34,11 +56,18 @@ def check_updates(model: Any) -> None:
             "within the model that is trained, under a strategy with `elastic`. Expected: all optimizers in attributes "
             "of the trained model. Assign them there, and do not compile its parts."
         )
-    for optimizer in optimizers_of(model):
-        steps = OptimizerState(optimizer).accumulation_steps
-        if steps > 1:
+    for one, other in itertools.combinations(_accumulating(model).values(), 2):
+        steps = one.accumulation_steps, other.accumulation_steps
+        if (one.micro_steps - other.micro_steps) % math.gcd(*steps):
             raise ValueError(
-                "Accumulated gradients of a lost worker would be lost with it. Received: an optimizer that accumulates "
-                f"over {steps} micro-steps, under a strategy with `elastic`. Expected: an update in each step. Use "
-                "`MultiWorkerMirroredStrategy(micro_batches=...)`, which divides a step, or larger batches."
+                "What a lost worker had accumulated is computed again from the last step in which all optimizers have "
+                "updated. Received: two optimizers that never do so in one step: they accumulate over "
+                f"{steps[0]} and {steps[1]} micro-steps, and have made {one.micro_steps} and {other.micro_steps}, "
+                "under a strategy with `elastic`. Expected: common steps, now and then. Create the optimizers "
+                "together, or with one number of micro-steps."
             )
+
+
+def _accumulating(model: Any) -> dict[int, OptimizerState]:
+    states = {id(optimizer): OptimizerState(optimizer) for optimizer in optimizers_of(model)}
+    return {number: state for number, state in states.items() if state.accumulation_steps > 1}

@@ -11,10 +11,14 @@ from tfdist.keras_internals.placed_variables import optimizer_and_loss_scale
 
 
 class Accumulation:
-    """The accumulation of a model's optimizer, or of the inner one of a `keras.optimizers.LossScaleOptimizer`."""
+    """The accumulation of a model's optimizer, or of the inner one of a `keras.optimizers.LossScaleOptimizer`.
+
+    Attributes:
+        model: The model.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._outer = model.optimizer
         self._optimizer, _ = optimizer_and_loss_scale(self._outer)
 
@@ -57,7 +61,7 @@ class Accumulation:
             for accumulator in self._optimizer._accumulated_gradients:
                 for component in components(self.strategy, accumulator):
                     component.assign(component * tf.cast(scale, component.dtype))
-        self._model.make_train_function(force=True)
+        self.model.make_train_function(force=True)
 
     def change(self, steps: int) -> None:
         """Changes the number of micro-steps of the next and later updates; the accumulators must be empty.
@@ -73,7 +77,7 @@ class Accumulation:
         if self._optimizer.built and had_accumulators != (steps > 1):
             self._add_accumulators() if steps > 1 else self._remove_accumulators()
         self._optimizer._iterations.assign(updates * steps)
-        self._model.make_train_function(force=True)
+        self.model.make_train_function(force=True)
 
     def complete(self) -> None:
         """Counts a remainder that has been applied as a full update."""

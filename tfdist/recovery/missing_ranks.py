@@ -8,13 +8,14 @@ from tfdist.checkpoint import Shard
 from tfdist.collectives.compression_state import SUMMED_ENTRIES
 from tfdist.recovery.compression_arrays import COMPRESSION
 from tfdist.recovery.resharding import group_by_variable, replica_name
+from tfdist.recovery.variable_names import ACCUMULATORS
 
 
 def shard_of_missing_rank(shard: Shard, rank: int, summed: Collection[str] = ()) -> Shard:
     """Returns the shard of `rank`, made of that of another rank with as many replicas.
 
     Residuals are zero: what the worker had not sent is lost, and those of the other one stay where they are. So are
-    the variables with the names `summed`, whose values are added up over the replicas.
+    accumulated gradients, as the others have computed again what it had accumulated, and the variables with the names `summed`, whose values are added up over the replicas.
 
     >>> shard = Shard({"state/1.Dense/0@0": np.ones(2), "metrics/0.Mean/0@0": np.ones(2)})
     >>> made = shard_of_missing_rank(shard, 2, summed=["metrics/0.Mean/0"])
@@ -24,7 +25,8 @@ def shard_of_missing_rank(shard: Shard, rank: int, summed: Collection[str] = ())
     tensors = {}
     for name, values in group_by_variable(shard.tensors).items():
         is_residual = name.startswith(COMPRESSION) and name.rpartition("/")[2] in SUMMED_ENTRIES
+        is_zero = is_residual or name.startswith(ACCUMULATORS) or name in summed
         for index, (_, value) in enumerate(sorted(values.items())):
             number = rank * len(values) + index
-            tensors[replica_name(name, number)] = np.zeros_like(value) if is_residual or name in summed else value
+            tensors[replica_name(name, number)] = np.zeros_like(value) if is_zero else value
     return Shard(tensors, shard.metadata)

@@ -165,8 +165,10 @@ class TrainingState:
         shared_shard = Shard({**shared, **callbacks.tensors}, shared_metadata)
         return Snapshot(shared_shard, Shard(per_replica, rank_metadata), worker_files, self._copies.finish)
 
-    def adopt_accumulation_steps(self, checkpoint: Checkpoint) -> None:
+    def adopt_accumulation_steps(self, checkpoint: SavedTraining) -> None:
         """Sets the number of micro-steps per update to that of the checkpoint."""
+        if self._model.optimizer is None:
+            return
         accumulation = Accumulation(self._model)
         saved_steps = checkpoint.read_shared().metadata["description"]["accumulation_steps"]
         if accumulation.steps != saved_steps:

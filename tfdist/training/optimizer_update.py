@@ -104,8 +104,13 @@ def flush(accumulation: Accumulation) -> int:
         for variable in update.constrained_variables:
             variable.assign(variable.constraint(variable))
 
-    tf.function(lambda: strategy.run(flush_replica), autograph=False)()
-    accumulation.complete()
+    flush_replicas = tf.function(lambda: strategy.run(flush_replica), autograph=False)
+
+    def update() -> None:
+        flush_replicas()
+        accumulation.complete()
+
+    training_strategy(strategy).run_update(accumulation.model, update)
     if (updates := training_strategy(strategy).local_updates) is not None:
         updates.synchronize()
     return micro_steps

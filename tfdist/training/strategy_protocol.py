@@ -1,6 +1,6 @@
 """What callbacks and recovery may ask any strategy, whether it is one of tfdist's or of TensorFlow's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,12 +63,14 @@ class TrainingStrategy(Protocol):
 
     def leave_others(self) -> None:
         """Leaves the workers that train on without this one, if they may lose it."""
+        return
 
     def written_variables(self, model: Any, *, with_metrics: bool = True) -> Any:
         """Returns the `WrittenVariables` of a training step of a model, whose `read` and `take_back` undo the step.
 
-        Without metrics it has the variables of the model and its optimizers only.
+        Without metrics it has the variables of the model and its optimizers only. By default a step cannot be undone.
         """
+        del model, with_metrics
         raise NotImplementedError
 
     @property
@@ -101,6 +103,11 @@ class TrainingStrategy(Protocol):
     def compression_state(self) -> CompressionState | None:
         """The state of this process's compressors, or None if the strategy saves none."""
         return None
+
+    def run_update(self, model: Any, update: Callable[[], None]) -> None:
+        """Calls `update`, which updates a model between two steps. All workers call this eagerly."""
+        del model
+        update()
 
     @property
     def metric_totals(self) -> MetricTotals | None:
