@@ -18,6 +18,7 @@ _SILENCE_VARIABLE = "TFDIST_SILENCE_LIMIT"
 _SERVER_JOBS = {"chief", "worker", "ps", "evaluator"}
 _VARIABLE = "TFDIST_START_TIMEOUT"
 _ELASTIC_VARIABLE = "TFDIST_ELASTIC"
+_BEGINNING_VARIABLE = "TFDIST_ELASTIC_WORKERS"
 _RUN_VARIABLE = "TFDIST_RUN_ID"  # set by `tfdist run`, in whose clusters only a chief's workers have a job beside them
 
 
@@ -152,6 +153,27 @@ def is_elastic_run(elastic: bool | None) -> bool:
             f"1. {remedy}"
         )
     return number == 1
+
+
+def beginning_workers(size: int) -> int:
+    """Returns how many of the workers of an elastic run begin together, those of the lowest ranks; others join later.
+
+    The environment variable `TFDIST_ELASTIC_WORKERS` says so, which `tfdist run --elastic MIN:MAX` sets; all without.
+
+    Args:
+        size: The largest number of workers.
+
+    Raises:
+        ValueError: The variable is not a number from 2 to `size`.
+    """
+    remedy = "Start the workers by `tfdist run --elastic MIN:MAX`, which sets it, or unset it."
+    number = optional_integer_variable(os.environ, _BEGINNING_VARIABLE, remedy=remedy)
+    if number is not None and not 2 <= number <= size:
+        raise ValueError(
+            f"Invalid environment variable {_BEGINNING_VARIABLE}. Received: {_BEGINNING_VARIABLE}={number} for {size} "
+            f"addresses of workers. Expected: a number from 2 to {size}. {remedy}"
+        )
+    return size if number is None else number
 
 
 def silence_limit_of_environment() -> float:

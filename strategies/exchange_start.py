@@ -20,7 +20,7 @@ from tfdist.exchange.group_listener import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.membership.decisions import View
 from tfdist.membership.elastic_group import ElasticGroup
-from tfdist.strategies.cluster_resolver import silence_limit_of_environment
+from tfdist.strategies.cluster_resolver import beginning_workers, silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
 from tfdist.utils.cores_and_ports import host_and_port, is_loopback
 
@@ -78,10 +78,12 @@ def workers_boundary(
         attempt = [os.environ.get(name, "") for name in ("TFDIST_RUN_ID", "TFDIST_ATTEMPT")]
         cluster = hashlib.sha256(json.dumps([addresses, attempt]).encode()).hexdigest()
         options: dict[str, Any] = {"token": token, "cluster": cluster, "encryption": encryption_of(os.environ)}
+        beginning = beginning_workers(len(addresses)) if is_elastic else len(addresses)
         if is_elastic:
             _group = ElasticGroup(
                 rank,
                 addresses,
+                beginning=beginning,
                 offer=lambda: {"exchanged": key_values.exchanged},
                 timeout_seconds=timeout_seconds,
                 silence_seconds=min(_ELASTIC_SILENCE_SECONDS, silence_limit_of_environment()),
@@ -99,7 +101,7 @@ def workers_boundary(
                 check_missing=check_names if cluster_module.is_slurm_step() else None,
                 **options,
             )
-        _boundary = ExchangeBoundary(exchange)
+        _boundary = ExchangeBoundary(exchange, beginning=beginning)
         if _group is not None:
             _transactions = StepTransactions(_group, _failure, _connect, _boundary.all_reduce, _boundary.handles)
             _boundary.run_alone = _transactions.run_alone

@@ -203,7 +203,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     @property
     def num_workers(self) -> int:
-        """The number of workers."""
+        """The number of workers; the largest that there may be under `tfdist run --elastic MIN:MAX`."""
         return self.extended.num_workers
 
     @property

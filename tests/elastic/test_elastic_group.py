@@ -22,6 +22,35 @@ def test_a_worker_is_lost_and_its_rank_joins(rank: int) -> None:
         workers.finish()
 
 
+def test_more_workers_join_than_have_begun_and_some_leave() -> None:
+    """Also one that starts before the first have begun."""
+    workers = ThreadWorkers(4, beginning=2)
+    try:
+        for rank in (3, 0, 1):
+            workers.start(rank)
+        workers.wait_for_steps(0, 1, 3)
+        workers.start(2)
+        workers.wait_for_steps(0, 1, 2, 3)
+        for rank in (0, 1):
+            workers.of_rank(rank).kill()
+            workers.wait_for_steps(*range(rank + 1, 4))
+        workers.start(0)
+        workers.wait_for_steps(0, 2, 3)
+        workers.finish()
+    finally:
+        workers.close()
+
+
+def test_a_worker_that_joins_does_not_wait_without_a_limit_for_others_to_begin() -> None:
+    workers = ThreadWorkers(3, beginning=2, timeout_seconds=0.5)
+    try:
+        worker = workers.start(2)
+        worker.thread.join(30)
+        assert "Worker 2 joins a training of others, and none has begun in 0.5 s" in str(worker.error)
+    finally:
+        workers.close()
+
+
 def test_of_two_workers_each_trains_on_alone() -> None:
     with training(2) as workers:
         for rank in (1, 0):

@@ -102,7 +102,7 @@ _REFUSED = {
     "`SpikeGuard(go_back_steps=100)`": (_goes_back, "Received: go_back_steps=100, under a strategy with `elastic`"),
     "NCCL": (lambda _: check_elastic_options(communication_options=_NCCL), "NCCL has a fixed group of workers"),
 }
-_REFUSED_BY_THE_COMMAND = "`tfdist run --nodes`"
+_REFUSED_BY_THE_COMMAND = "`--elastic MIN:MAX` with `--nodes`"
 
 
 def test_the_table_of_the_page_names_what_is_refused():
@@ -131,9 +131,9 @@ def test_a_callback_of_the_program_that_restores_backups_is_refused(tmp_path):
         reject_backups([Own(str(tmp_path))])
 
 
-def test_the_command_refuses_several_hosts(capsys):
-    assert main(["run", "--workers", "2", "--elastic", "1", "--nodes", "2", __file__]) == 2
-    assert "--elastic is for one host" in capsys.readouterr().err
+def test_the_command_refuses_to_grow_on_several_hosts(capsys):
+    assert main(["run", "--workers", "2", "--elastic", "1:4", "--nodes", "2", __file__]) == 2
+    assert "The number of workers grows on one host only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])

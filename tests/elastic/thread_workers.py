@@ -114,7 +114,8 @@ class ThreadWorker:
         view = None if self.membership.has_joined_late else self.membership.view
         self._before_exchange(self)
         self.exchange = group.exchange(view)
-        self._ranks, self._state = list(range(len(self.addresses))), _Total(writes_late=bool(self.rank % 2))
+        self._ranks = [] if view is None else self.membership.ranks(view)
+        self._state = _Total(writes_late=bool(self.rank % 2))
         transactions = self.transactions = StepTransactions(
             group, lambda: self.exchange.failure, self._connect, self._sum
         )

@@ -14,7 +14,7 @@ datagram is a JSON object with any of these keys:
 | `phase`      | activity in place of training steps, such as "validation"; no step is expected while it is set        |
 | `batch`      | number of completed batches in this phase, if batches are expected in place of steps                  |
 | `error`      | the uncaught exception: {"type": "ValueError", "message": "…"}                                        |
-| `membership` | changes of an elastic training so far: "lost", "joined", "repeated_steps" and "seconds_lost"          |
+| `membership` | changes of an elastic training so far: "lost", "joined", "repeated_steps", "seconds_lost", "training" |
 
 A datagram that has `membership` alone is from a process without a started heartbeat, and says nothing else.
 """
@@ -182,7 +182,9 @@ class Heartbeat:
             self._phase = self._phase[0], int(number)
             self._send_at_limited_rate()
 
-    def membership(self, *, lost: int, joined: int, repeated_steps: int, seconds_lost: float) -> None:
+    def membership(
+        self, *, lost: int, joined: int, repeated_steps: int, seconds_lost: float, training: int | None = None
+    ) -> None:
         """Reports the losses and joins that this worker of an elastic training has seen. Any thread may call this.
 
         The heartbeat that is started in this process sends them, whichever that is. Without one they are sent alone:
@@ -194,6 +196,7 @@ class Heartbeat:
             joined: Number of workers that joined the others since then.
             repeated_steps: Number of steps that were computed again since then.
             seconds_lost: Time that losses and joins have cost since then, in seconds.
+            training: Number of workers that train now; None: unknown.
 
         >>> supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         >>> heartbeat = Heartbeat(worker.fileno())
@@ -208,6 +211,7 @@ class Heartbeat:
             "joined": int(joined),
             "repeated_steps": int(repeated_steps),
             "seconds_lost": float(seconds_lost),
+            **({} if training is None else {"training": int(training)}),
         }
         active = Heartbeat._active
         if active is not None:

@@ -48,12 +48,14 @@ class ExchangeBoundary:
     Attributes:
         exchange: The exchange with the other workers.
         rank: The rank of this worker.
-        size: The number of workers.
+        size: The number of workers; the largest, if it may grow.
+        beginning: How many of them begin, those of the lowest ranks.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, beginning: int | None = None) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self.exchange, self.rank, self.size = exchange, exchange.rank, exchange.size
+        self.beginning = self.size if beginning is None else beginning
         self.run_alone: Callable[[Callable[[], tf.Tensor]], tf.Tensor] | None = (
             None  # an exchange outside of a function
         )

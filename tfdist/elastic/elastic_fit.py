@@ -174,6 +174,7 @@ class ElasticFit(LastCallback):
                 joined=changes.joined,
                 repeated_steps=changes.repeated_steps,
                 seconds_lost=round(changes.seconds, 3),
+                training=len(self._group.membership.view.members),
             )
 
     def _join(self) -> None:

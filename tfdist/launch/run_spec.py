@@ -142,8 +142,8 @@ class RunSpec:
 
     >>> RunSpec(workers=2, chief=True, grace=7.0).arguments()
     ['--workers', '2', '--chief', '--grace', '7']
-    >>> RunSpec(workers=3, elastic=1).arguments()
-    ['--workers', '3', '--elastic', '1']
+    >>> RunSpec(workers=3, elastic=1, most_workers=4).arguments()
+    ['--workers', '3', '--elastic', '1:4']
     """
 
     # number of workers of each host, in the call of an engine of all places together; 0: as a plan says
@@ -154,8 +154,9 @@ class RunSpec:
     nodes: int = 1  # number of hosts
     max_restarts: int = 0
     min_workers: int | None = None  # least number of workers of all hosts together; None: all
-    # least number of workers that train: a worker that is lost is restarted alone; None: all are restarted
+    # least number of workers of all hosts together that train: a worker that is lost is restarted alone; None: all are
     elastic: int | None = None
+    most_workers: int | None = None  # with `elastic`, the largest number of workers; None: that of the beginning
     # how often a worker that is restarted alone is restarted in an attempt; None: no limit
     worker_restarts: int | None = None
     restart_delay: float = 1.0  # from a failure to the next start, after an attempt without progress
@@ -169,6 +170,7 @@ class RunSpec:
     stall_timeout: float = 600.0  # minimum time without a step of any worker that is a stall; 0: never
     threads_per_worker: int | None = None
     network: str = "auto"
+    control_socket: str | Path | None = None  # where an elastic run listens for `tfdist resize`
     log_dir: str | Path | None = None
     error_file: str | Path | None = None
     run_id: str = ""  # the command chooses it, and the seed that the run has
@@ -239,7 +241,9 @@ class RunSpec:
         arguments: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value != field.default:
+            if field.name == "elastic" and self.most_workers is not None:
+                value = f"{value}:{self.most_workers}"
+            if value != field.default and field.name != "most_workers":
                 arguments.append(f"--{field.name.replace('_', '-')}")
                 if value is not True:
                     arguments.append(f"{value:g}" if isinstance(value, float) else str(value))
@@ -269,7 +273,7 @@ class RunSpec:
     @property
     def common_options(self) -> dict[str, int | None]:
         """The options that must be the same on all hosts, which the coordinator compares."""
-        names = ("nodes", "max_restarts", "min_workers", "chief", "parameter_servers", "seed")
+        names = ("nodes", "max_restarts", "min_workers", "elastic", "chief", "parameter_servers", "seed")
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
 
     def grace_periods(self, *, may_restart: bool) -> GracePeriods:

@@ -27,6 +27,7 @@ class ElasticGroup:
         addresses: `host:port` of each worker, by rank.
         token: A secret of all workers.
         cluster: A description that all workers of one attempt have in common.
+        beginning: How many workers begin together, those of the lowest ranks; `None`: all.
         offer: What a worker that joins gets to know, as JSON.
         timeout_seconds: How long the others may take to start, and a worker that joins waits for a state.
         silence_seconds: The time after which a worker that says nothing counts as lost.
@@ -51,6 +52,7 @@ class ElasticGroup:
         *,
         token: str,
         cluster: str,
+        beginning: int | None = None,
         offer: Callable[[], Mapping[str, Any]],
         timeout_seconds: float,
         silence_seconds: float,
@@ -71,6 +73,7 @@ class ElasticGroup:
                 addresses,
                 self._listener,
                 self._credentials,
+                beginning=beginning,
                 offer=offer,
                 encryption=encryption,
                 majority_seconds=majority_seconds,

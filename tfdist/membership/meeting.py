@@ -1,6 +1,7 @@
 """How a worker finds the others: it begins with all of them, or they train already, and it joins them."""
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -40,6 +41,7 @@ class Meeting:
     Args:
         rank: The rank of this worker.
         addresses: `host:port` of each worker, by rank.
+        beginning: How many workers begin together, those of the lowest ranks.
         listener: What listens on the address of this worker.
         credentials: What both sides of a connection prove.
         encryption: Encrypts connections between hosts, if given.
@@ -58,6 +60,7 @@ class Meeting:
         self,
         rank: int,
         addresses: Sequence[str],
+        beginning: int,
         listener: GroupListener,
         credentials: Credentials,
         *,
@@ -68,7 +71,7 @@ class Meeting:
         offer: Callable[[], Mapping[str, Any]],
         take: Callable[..., None],
     ) -> None:
-        self._rank, self._addresses = rank, list(addresses)
+        self._rank, self._addresses, self._beginning = rank, list(addresses), beginning
         self._listener, self._credentials, self._encryption = listener, credentials, encryption
         self._trains, self._offer, self._take = trains, offer, take
         self._newest_if_lost, self._is_connected, self.newest = newest_if_lost, is_connected, 0
@@ -78,7 +81,9 @@ class Meeting:
         listener.add(_GROUP, self._answer)
 
     def begin(self, timeout_seconds: float) -> dict[int, NonblockingConnection] | None:
-        """Begins with all others; returns the connections to them, by rank, or `None` if others train already.
+        """Begins with all that begin; returns the connections to them, by rank, or `None` if others train already.
+
+        A worker of a higher rank waits until others train.
 
         Raises:
             TimeoutError, OSError, HandshakeError: See `Exchange`.
@@ -94,15 +99,7 @@ class Meeting:
                 connection.close()
 
     def _connect_first(self, timeout_seconds: float) -> dict[int, NonblockingConnection] | None:
-        join = GroupJoin(
-            self._rank,
-            self._addresses,
-            self._credentials,
-            (),
-            group=_FIRST_GROUP,
-            listener=self._listener,
-            encryption=self._encryption,
-        )
+        join = self._first_join()
         is_decided = threading.Event()
         for peer in self._other_ranks():
             self._start(self._probe, peer, join, is_decided)
@@ -112,6 +109,20 @@ class Meeting:
             return None
         finally:
             is_decided.set()
+
+    def _first_join(self) -> "GroupJoin | _Wait":
+        if self._rank >= self._beginning:
+            return _Wait(self._rank, self._beginning)
+        return GroupJoin(
+            self._rank,
+            self._addresses,
+            self._credentials,
+            (),
+            members=range(self._beginning),
+            group=_FIRST_GROUP,
+            listener=self._listener,
+            encryption=self._encryption,
+        )
 
     def accept(self, number: int) -> None:
         """Takes in connections of younger workers from now on, as a worker with a number."""
@@ -138,7 +149,7 @@ class Meeting:
         connection = socket.create_connection(host_and_port(self._addresses[rank]), _CONNECT_SECONDS)
         return ask(connection, self._credentials, {**message, "group": _GROUP}, encryption=self._encryption)
 
-    def _probe(self, peer: int, join: GroupJoin, is_decided: threading.Event) -> None:
+    def _probe(self, peer: int, join: "GroupJoin | _Wait", is_decided: threading.Event) -> None:
         while not is_decided.is_set():
             try:
                 connection, answer = self._ask(peer, {"asks": self._rank})
@@ -198,6 +209,28 @@ class Meeting:
                 break
             self._is_over.wait(_PAUSE_SECONDS)
         self._dialed.discard(peer)
+
+
+class _Wait:
+    """In place of a `GroupJoin`, for a worker that does not begin."""
+
+    def __init__(self, rank: int, beginning: int) -> None:
+        self._rank, self._beginning = rank, beginning
+        self._aborted: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def join(self, timeout_seconds: float) -> Any:
+        """Waits until `abort` is called, and raises its error, or a TimeoutError."""
+        try:
+            raise self._aborted.get(timeout=timeout_seconds)
+        except queue.Empty:
+            raise TimeoutError(
+                f"Worker {self._rank} joins a training of others, and none has begun in {timeout_seconds:.3g} s. "
+                f"Received: no answer of a worker that trains. Expected: workers 0 to {self._beginning - 1} begin "
+                "together. Look at their output."
+            ) from None
+
+    def abort(self, error: Exception) -> None:
+        self._aborted.put(error)
 
 
 def _all_are_connected(connections: Mapping[int, NonblockingConnection], deadline: float) -> bool:

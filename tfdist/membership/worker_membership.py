@@ -47,6 +47,7 @@ class Membership:
         addresses: `host:port` of each worker, by rank.
         listener: What listens on the address of this worker.
         credentials: What the workers prove to each other.
+        beginning: How many workers begin together, those of the lowest ranks; `None`: all.
         offer: What a worker that joins gets to know, as JSON.
         timeout_seconds: How long the others may take to start.
         silence_seconds: The time after which a worker that says nothing counts as lost.
@@ -70,6 +71,7 @@ class Membership:
         listener: GroupListener,
         credentials: Credentials,
         *,
+        beginning: int | None = None,
         offer: Callable[[], Mapping[str, Any]] = dict,
         timeout_seconds: float = 300.0,
         silence_seconds: float = 60.0,
@@ -77,6 +79,7 @@ class Membership:
         encryption: Encryption | None = None,
     ) -> None:
         self.rank, self._ranks = rank, len(addresses)
+        self._beginning = self._ranks if beginning is None else beginning
         self._silence_seconds, self._majority_seconds = silence_seconds, majority_seconds
         self._agreement: Agreement | None = None
         self._connections: dict[int, NonblockingConnection] = {}
@@ -101,6 +104,7 @@ class Membership:
         self._meeting = Meeting(
             rank,
             addresses,
+            self._beginning,
             listener,
             credentials,
             encryption=encryption,
@@ -121,7 +125,7 @@ class Membership:
         self.has_joined_late = connections is None
         newest = self._meeting.newest
         self.number = self.rank if connections is not None else new_number(self.rank, self._ranks, newest)
-        self._followed = NO_VIEW if connections is None else View((1, 0), tuple(range(self._ranks)))
+        self._followed = NO_VIEW if connections is None else View((1, 0), tuple(range(self._beginning)))
         answer_seconds = max(_LEAST_ANSWER_SECONDS, self._silence_seconds / 2)
         with self._changed:
             self._agreement = Agreement(

@@ -207,7 +207,8 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return sum(self._replicas_of_workers)
+        # Those that begin: the size of batches, which programs compute from it, stays when more workers join.
+        return sum(self._replicas_of_workers[: None if self._boundary is None else self._boundary.beginning])
 
     def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
         return self._first_replica + replica_id

@@ -63,8 +63,22 @@ def test_help(capsys, arguments, expected):
             "Received: --elastic 1 --min-workers 1. Expected: one of them. Remove --min-workers.",
         ),
         (
-            ["run", "--workers", "2", "--elastic", "1", "--nodes", "2", "script.py"],
-            "--elastic is for one host: the launchers of several hosts do not inform each other yet of a worker that",
+            ["run", "--workers", "2", "--elastic", "1:4", "--nodes", "2", "script.py"],
+            "The number of workers grows on one host only. Received: --elastic 1:4 --nodes 2. Expected: --elastic 1.",
+        ),
+        (
+            ["run", "--workers", "1", "--elastic", "1:4", "script.py"],
+            "A run that may grow begins with 2 to MAX workers. Received: --workers 1 --elastic 1:4. Expected:",
+        ),
+        (
+            ["run", "--workers", "5", "--elastic", "1:4", "script.py"],
+            "Received: --workers 5 --elastic 1:4. Expected: --workers from 2 to 4.",
+        ),
+        (["run", "--workers", "2", "--elastic", "3:2", "script.py"], "MAX is less than MIN. Received: '3:2'."),
+        (["run", "--workers", "2", "--elastic", "1:", "script.py"], "--elastic: Invalid number. Received: ''."),
+        (
+            ["run", "--workers", "2", "--control-socket", "run.sock", "script.py"],
+            "Only an elastic run on one host changes its number of workers while it trains. Received: --control-socket",
         ),
         (
             ["run", "--workers", "1", "--error-file", "script.py/error.json", "script.py"],

@@ -1,9 +1,14 @@
 """`tfdist run --elastic`: a worker that is lost is restarted alone, and the attempt fails when too few are left."""
 
+import json
 import signal
 import textwrap
 
+import pytest
 from role_runs import lines_of
+
+from tfdist.launch.processes.control_socket import request
+from tfdist.utils.argument_checks import UsageError
 
 # A process that replaces another one has another life.
 LIVES = """
@@ -242,6 +247,43 @@ def test_others_save_if_too_few_are_left_because_one_was_asked_to_leave(run):
     ended = run(elastic(script), *options)
     assert ended.code == 0
     assert "all workers saved and exited, although this command received no signal" in ended.said
+
+
+def test_workers_start_and_leave_on_request(start, state, tmp_path):
+    """The others do not notice; who leaves is not restarted, and who starts joins them at its own address."""
+    script = """
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+        print(os.environ["TF_CONFIG"], os.environ["TFDIST_ELASTIC_WORKERS"])
+        if RANK < 2:
+            wait_for("go")
+        elif LIFE == 0:
+            beat(membership={"lost": 0, "joined": 1, "repeated_steps": 0, "seconds_lost": 0.0, "training": 3})
+            note("joined")
+            hang()
+    """
+    options = ("--elastic", "1:3", "--control-socket", "run.sock")
+    run = start(elastic(script), *options)
+    run.wait_for(*[f"pid-0-of-{rank}-life-0" for rank in (0, 1)])
+    socket = tmp_path / "run.sock"
+    with pytest.raises(UsageError, match="out of range. Received: 4. Expected: 1 to 3"):
+        request(socket, {"workers": 4})
+    assert request(socket, {"workers": 3}) == "3 workers from now on: worker 2 starts"
+    run.wait_for("joined")
+    assert request(socket, {"workers": 2}) == "2 workers from now on: worker 2 leaves"
+    run.until(lambda: state(int((tmp_path / "pid-0-of-2-life-0").read_text())) == "", "the worker has left")
+    assert request(socket, {"workers": 2}) == "2 workers from now on: as before"
+    (tmp_path / "go").touch()
+    ended = run.end()
+    assert ended.code == 0
+    assert lines_of(ended, "worker 2") == [
+        "worker 2 has joined the others",
+        "worker 2 left, as it was asked to: exit code 75; it is not restarted",
+    ]
+    configs = [json.loads(line.rsplit(" ", 1)[0]) for rank in range(3) for line in ended.of(rank)]
+    assert [config["task"]["index"] for config in configs] == [0, 1, 2]
+    assert all(len(config["cluster"]["worker"]) == 3 for config in configs)
+    assert all(line.endswith(" 2") for rank in range(3) for line in ended.of(rank))
+    assert not socket.exists()
 
 
 def test_last_line_has_losses_and_joins_of_all_attempts(run):

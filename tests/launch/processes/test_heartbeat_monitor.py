@@ -125,6 +125,17 @@ def test_most_losses_and_joins_of_any_worker():
     assert watch.monitor.membership == MembershipChanges(lost=2, joined=1, repeated_steps=3, seconds_lost=0.75)
 
 
+def test_number_of_workers_that_train():
+    watch = Watch(roles=run_roles(3, is_elastic=True))
+    assert watch.monitor.training is None
+    watch.receive(0, membership={**CHANGES, "training": 2})
+    watch.receive(1, membership={**CHANGES, "lost": 1, "training": 3})  # it has not seen the last loss
+    watch.receive(1, membership=CHANGES)
+    assert watch.monitor.training == 2
+    watch.receive(1, membership={**CHANGES, "joined": 2, "training": 3})
+    assert watch.monitor.training == 3
+
+
 def test_losses_and_joins_alone_are_not_a_heartbeat():
     watch = Watch()
     watch.receive(0, fit=2, step=3)

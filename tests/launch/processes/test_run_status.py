@@ -55,6 +55,14 @@ def test_the_line_of_a_training(run):
     assert run.status.line(now=14.0) == "tfdist: 2 workers · step 1,231 · checkpoint 1,200, 12 s ago"
 
 
+def test_the_line_of_an_elastic_training_while_workers_are_away(run):
+    totals = {"lost": 1, "joined": 0, "repeated_steps": 1, "seconds_lost": 0.1}
+    run.say(1, step=8, membership={**totals, "training": 1})
+    assert run.status.line(now=1.0) == "tfdist: 1 of 2 workers train · step 8"
+    run.say(1, step=9, membership={**totals, "joined": 1, "training": 2})
+    assert run.status.line(now=1.0) == "tfdist: 2 workers · step 9"
+
+
 def test_restarts_and_missing_workers_are_in_the_line_and_the_checkpoint_stays(run):
     run.say(step=50, saved=3, saved_step=40)
     run.status.line(now=1.0)

@@ -41,6 +41,8 @@ class Hosts:
         silence=8.0,
         chief=False,
         servers=0,
+        elastic=None,
+        run_id="f00d",
     ) -> None:
         self.spec = RunSpec(
             nodes=nodes,
@@ -51,7 +53,8 @@ class Hosts:
             heartbeat_timeout=silence,
             chief=chief,
             parameter_servers=servers,
-            run_id="f00d",
+            elastic=elastic,
+            run_id=run_id,
             run_seed=7,
         )
         self.now = 0.0
@@ -126,6 +129,7 @@ class Hosts:
         nothing = {
             "stall": "",
             "start_failure": None,
+            "left_out": [],
             "heartbeat_ranks": [],
             "errors": [],
             "fit": 1,

@@ -45,6 +45,7 @@ def test_hosts_agree_on_the_chief():
         "--nodes": 2,
         "--max-restarts": 3,
         "--min-workers": None,
+        "--elastic": None,
         "--chief": False,
         "--parameter-servers": 0,
         "--seed": None,

@@ -110,6 +110,7 @@ def test_silent_node_may_be_replaced_before_it_is_lost():
         "--nodes": 2,
         "--max-restarts": 3,
         "--min-workers": None,
+        "--elastic": None,
         "--chief": False,
         "--parameter-servers": 0,
         "--seed": None,

@@ -9,6 +9,7 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
+from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import SessionKeys
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 
@@ -21,7 +22,7 @@ def ends():
     coordinator = NonblockingConnection(far, SessionKeys(b"server", b"client"))
     null = os.open(os.devnull, os.O_WRONLY)
     console = Console(null, null)
-    client = NodeClient(connection, "127.0.0.1", console=console, error_file=ErrorFile(None, None))
+    client = NodeClient(connection, "127.0.0.1", console=console, error_file=ErrorFile(None, None), spec=RunSpec())
     coordinator.send(
         {"type": "joined", "run": "f00d", "seed": 7, "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0}
     )
@@ -44,6 +45,9 @@ def test_suspicion_is_reported_at_once(ends):
 SHUT_DOWN = {"type": "shut_down", "attempt": 0, **ShutdownOrder("why").as_message()}
 START = {
     "type": "start",
+    "run": "f00d",
+    "seed": 7,
+    "nodes": [[0, [0]]],
     "attempt": 0,
     "addresses": ["a:1"],
     "workers": 1,
@@ -51,6 +55,8 @@ START = {
     "has_chief": False,
     "all_workers": 1,
     "ranks": [0],
+    "is_elastic": False,
+    "joins_late": False,
     "may_restart": True,
 }
 

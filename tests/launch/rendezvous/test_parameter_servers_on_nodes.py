@@ -36,6 +36,7 @@ def test_hosts_agree_on_the_number_of_parameter_servers():
         "--nodes": 2,
         "--max-restarts": 3,
         "--min-workers": None,
+        "--elastic": None,
         "--chief": False,
         "--parameter-servers": 2,
         "--seed": None,

@@ -103,3 +103,21 @@ def test_attempt_without_elastic_workers():
     elastic.record_start(0, now=1.0)
     elastic.observe({0}, (1, 1), now=2.0)
     assert elastic.may_restart and elastic.signal_to_waiting(5.0, now=9.0) is None
+
+
+def test_workers_start_and_leave():
+    elastic = ElasticWorkers(range(5), least=1, late={3, 4}, unwanted={3, 4})
+    for rank in range(3):
+        elastic.record_start(rank, now=0.0)
+    assert elastic.resize(3, now=1.0) == ([], [])
+    assert elastic.resize(4, now=1.0) == ([3], [])
+    elastic.record_start(3, now=1.0)
+    assert elastic.count(now=2.0) == 3 and elastic.is_waiting(3), "it has to join the others"
+    elastic.observe({0, 1, 2, 3}, (1, 8), now=3.0)
+    assert elastic.count(now=3.0) == 4
+    assert elastic.record_exit(WorkerExit(1, -9), now=4.0)
+    assert elastic.resize(2, now=4.0) == ([], [1, 3]), "the one that does not train, and the last one"
+    assert [elastic.is_wanted(rank) for rank in range(4)] == [True, False, True, False]
+    assert elastic.resize(4, now=4.0) == ([1, 4], []), "not the one that is still leaving"
+    assert elastic.resize(5, now=4.0) == ([3], [])
+    assert elastic.is_wanted(3)

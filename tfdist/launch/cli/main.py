@@ -7,12 +7,20 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.launch.cli import checkpoints_command, doctor_command, plan_command, run_command, run_options
+from tfdist.launch.cli import (
+    checkpoints_command,
+    doctor_command,
+    plan_command,
+    resize_command,
+    run_command,
+    run_options,
+)
 from tfdist.utils.argument_checks import UsageError
 
 # By name: the module of the help and the options, and the function that executes them.
 _COMMANDS = {
     "run": (run_options, run_command.execute),
+    "resize": (resize_command, resize_command.execute),
     "plan": (plan_command, plan_command.execute),
     "checkpoints": (checkpoints_command, checkpoints_command.execute),
     "doctor": (doctor_command, doctor_command.execute),

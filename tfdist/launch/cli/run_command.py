@@ -8,11 +8,13 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from tfdist import cluster
 from tfdist.cluster.slurm import is_outside_allocation
 from tfdist.launch.cli.run_options import apply_plan, read_node_options, start_timeout
 from tfdist.launch.processes.attempt_loop import AttemptLoop
+from tfdist.launch.processes.control_socket import ControlSocket
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
 from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
@@ -77,6 +79,9 @@ def execute(options: argparse.Namespace) -> int:
         )
     try:
         with contextlib.ExitStack() as until_the_end:
+            control = None
+            if spec.control_socket is not None:
+                control = until_the_end.enter_context(contextlib.closing(ControlSocket(Path(spec.control_socket))))
             policy: RunPolicy
             if node is None:
                 policy = SingleNodePolicy(spec, error_file=error_file, say=console.say)
@@ -91,6 +96,7 @@ def execute(options: argparse.Namespace) -> int:
                 policy=policy,
                 spec=spec,
                 warm_spares=_spare_count(spec, roles) if spec.warm_spares else 0,
+                control=control,
             ).run()
     except OSError as error:
         raise UsageError(
@@ -131,7 +137,13 @@ def _check_roles(options: argparse.Namespace) -> None:
 
 
 def _check_elastic(options: argparse.Namespace) -> None:
-    least = options.elastic
+    least, most = options.elastic, options.most_workers
+    if options.control_socket is not None and (least is None or options.nodes > 1):
+        other = "no --elastic" if least is None else f"--nodes {options.nodes}"
+        raise UsageError(
+            "Only an elastic run on one host changes its number of workers while it trains. Received: --control-socket "
+            f"{options.control_socket} and {other}. Expected: --elastic MIN:MAX on one host. Remove --control-socket."
+        )
     if least is None:
         return
     if options.parameter_servers or options.chief:
@@ -151,14 +163,19 @@ def _check_elastic(options: argparse.Namespace) -> None:
             f"again, and --elastic says how many are enough. Received: --elastic {least} --min-workers "
             f"{options.min_workers}. Expected: one of them. Remove --min-workers."
         )
-    if options.nodes > 1:
+    if most is not None and options.nodes > 1:
         raise UsageError(
-            "--elastic is for one host: the launchers of several hosts do not inform each other yet of a worker that "
-            f"is restarted alone. Received: --elastic {least} --nodes {options.nodes}. Expected: one of them. Let "
-            "Kubernetes start every worker and restart single ones, with "
-            "MultiWorkerMirroredStrategy(elastic=True) in the script; or remove --elastic and use --max-restarts."
+            "The number of workers grows on one host only. Received: "
+            f"--elastic {least}:{most} --nodes {options.nodes}. Expected: --elastic {least}. Remove :{most}; workers "
+            "that are lost, and hosts, join again."
         )
-    if least > options.workers:
+    if most is not None and not 2 <= options.workers <= most:
+        raise UsageError(
+            "A run that may grow begins with 2 to MAX workers. Received: "
+            f"--workers {options.workers} --elastic {least}:{most}. Expected: --workers from 2 to {most}. Correct one "
+            "of them."
+        )
+    if options.nodes == 1 and least > options.workers:
         raise UsageError(
             f"--elastic exceeds --workers. Received: --workers {options.workers} --elastic {least}. Expected: "
             "--elastic of at most --workers, the least number of workers that train. Correct one of them."
@@ -167,7 +184,7 @@ def _check_elastic(options: argparse.Namespace) -> None:
 
 def _spare_count(spec: RunSpec, roles: Mapping[int, Role]) -> int:
     """Returns how many processes that run the script may have to be started at once."""
-    if spec.elastic is not None and not spec.max_restarts:
+    if spec.elastic is not None and not spec.max_restarts and spec.nodes == 1:
         return spec.workers - spec.elastic
     return sum(role.runs_script for role in roles.values())
 

@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tfdist.launch.restart.restart_policy import MAX_DELAY_SECONDS
 from tfdist.launch.run_spec import (
@@ -56,6 +57,26 @@ examples:
 
 All arguments after the script (or after -m MODULE) are passed to the script."""
 
+_elastic_number = whole_number(at_least=1, example=2)
+
+
+def _elastic_range(text: str) -> tuple[int, int | None]:
+    least, colon, most = text.partition(":")
+    numbers = _elastic_number(least), _elastic_number(most) if colon else None
+    if numbers[1] is not None and numbers[1] < numbers[0]:
+        raise argparse.ArgumentTypeError(
+            f"MAX is less than MIN. Received: {text!r}. Expected: MIN:MAX, for example 2:4. Exchange them."
+        )
+    return numbers
+
+
+class _ElasticRange(argparse.Action):
+    """Stores MIN as `elastic` and MAX as `most_workers`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.elastic, namespace.most_workers = values
+
+
 start_timeout = seconds(may_be_zero=False, example=START_TIMEOUT_SECONDS)
 
 
@@ -98,11 +119,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--elastic",
-        type=whole_number(at_least=1, example=2),
-        metavar="MIN",
+        action=_ElasticRange,
+        type=_elastic_range,
+        metavar="MIN[:MAX]",
         help="restart a worker that exits with an error, is killed or is frozen alone, while the others train on; the "
-        "attempt fails when fewer than MIN workers train. For MultiWorkerMirroredStrategy on one host, which is then "
-        "elastic (default: a failure ends the attempt)",
+        "attempt fails when fewer than MIN workers train, of all hosts. For MultiWorkerMirroredStrategy, which is then "
+        "elastic (default: a failure ends the attempt). With MAX the number of workers may grow up to it on one host: "
+        "see --control-socket (default: N)",
+    )
+    parser.add_argument(
+        "--control-socket",
+        type=Path,
+        metavar="PATH",
+        help="with --elastic on one host: create this Unix socket, and listen there for tfdist resize PATH N, which "
+        "changes the number of workers while they train (default: none)",
     )
     parser.add_argument(
         "--log-dir",
@@ -198,6 +228,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where the random generators of Python, NumPy and TensorFlow start in every worker, and after every "
         "restart, unless the script seeds them (default: TFDIST_SEED; else a new seed for each run or batch job)",
     )
+    parser.set_defaults(most_workers=None)
     _add_node_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="as python -m module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py", help="the script and its arguments")
@@ -260,7 +291,7 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "several hosts",
         "Start the same command on every host, each with another --node-rank. --workers is the number on this host; "
-        "--min-workers counts the workers of all hosts.",
+        "--min-workers and --elastic count the workers of all hosts.",
     )
     group.add_argument(
         "--nodes", type=whole_number(at_least=1, example=2), default=1, metavar="H", help="number of hosts (default: 1)"

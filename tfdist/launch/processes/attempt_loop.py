@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tfdist.launch.processes.control_socket import ControlSocket
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor, MembershipChanges
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
@@ -36,10 +37,11 @@ class AttemptLoop:
         policy: RunPolicy,
         spec: RunSpec,
         warm_spares: int = 0,
+        control: ControlSocket | None = None,
     ) -> None:
         self._command, self._environments = command, environments
         self._console, self._logs, self._policy, self._spec = console, logs, policy, spec
-        self._spare_count = warm_spares
+        self._spare_count, self._control = warm_spares, control
         self._status = RunStatus(spec.workers)
         self._attempt: WorkerSupervisor | None = None
         self._membership: MembershipChanges | None = None  # of all attempts; None: no worker has reported any
@@ -77,7 +79,7 @@ class AttemptLoop:
 
     def _run_attempt(self, start: AttemptStart) -> Outcome:
         roles, is_elastic = start.local_roles, self._spec.elastic is not None
-        logs = self._logs.open(roles, attempt=start.attempt)
+        logs = self._logs.open(roles, attempt=start.attempt, joins_late=start.joins_late)
         monitor = HeartbeatMonitor(
             roles,
             now=time.monotonic(),
@@ -96,8 +98,10 @@ class AttemptLoop:
             signals=self._signals,
             monitor=monitor,
             spec=self._spec,
+            control=self._control,
         )
-        self._status.begin_attempt(start.attempt, start.roles, monitor, now=time.monotonic())
+        beginning_roles = start.roles if start.beginning is None else start.beginning_roles
+        self._status.begin_attempt(start.attempt, beginning_roles, monitor, now=time.monotonic())
         self._console.follow(self._status, now=time.monotonic())
         try:
             return self._attempt.run()

@@ -110,6 +110,8 @@ class HeartbeatMonitor:
         self._progress_at: float | None = None  # the last step, batch or checkpoint of any worker
         self._longest_step_seconds: float | None = None  # None: fewer than two steps of any worker
         self._membership: MembershipChanges | None = None
+        self.resized_to: int | None = None  # number of workers that `tfdist resize` has requested last
+        self._training: tuple[int, int | None] = (0, None)  # the most losses and joins, and who trains after them
         self._former_heartbeat_ranks: set[int] = set()  # of processes that run the script and were replaced
 
     @property
@@ -153,6 +155,11 @@ class HeartbeatMonitor:
         return self._membership
 
     @property
+    def training(self) -> int | None:
+        """Number of workers of all hosts that train, after the last loss or join; None: none was reported."""
+        return self._training[1]
+
+    @property
     def trained_ranks(self) -> frozenset[int]:
         """The ranks whose present process has made a step or reported losses and joins."""
         return frozenset(rank for rank, worker in self._workers.items() if worker.has_trained)
@@ -172,6 +179,8 @@ class HeartbeatMonitor:
         if self._roles[rank].is_elastic and self._workers[rank].has_sent_heartbeat:
             self._former_heartbeat_ranks.add(rank)
         self._workers[rank] = _WorkerState()
+        if self._roles[rank].is_elastic and not self.trained_ranks:
+            self._progress_at = None  # while the workers of other hosts train, those of this one have to join them
 
     def receive(self, rank: int, datagram: bytes, *, now: float) -> None:
         """Processes a heartbeat (see `tfdist.cluster.heartbeat`). Malformed datagrams are ignored."""
@@ -240,6 +249,9 @@ class HeartbeatMonitor:
             worker.has_trained = True
             changes = MembershipChanges(*(totals[name] for name in names))
             self._membership = changes if self._membership is None else self._membership.maximum(changes)
+            # A worker that has seen fewer changes is late, or cut off from the others.
+            if changes.lost + changes.joined >= self._training[0] and is_number(totals.get("training"), at_least=0):
+                self._training = changes.lost + changes.joined, int(totals["training"])
 
     def _record_fit(self, worker: _WorkerState, fit: int) -> None:
         if fit > self.fit:

@@ -128,8 +128,12 @@ class LogFiles:
         except OSError as error:
             raise self._error(error) from error
 
-    def open(self, roles: Mapping[int, Role], *, attempt: int) -> dict[int, BinaryIO | None]:
-        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator."""
+    def open(self, roles: Mapping[int, Role], *, attempt: int, joins_late: bool = False) -> dict[int, BinaryIO | None]:
+        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator.
+
+        They are also continued in a first attempt that this host `joins_late`.
+        """
+        is_continued = attempt > 0 or joins_late
         if self._directory is None:
             return dict.fromkeys(roles)
         files: dict[int, BinaryIO | None] = {}
@@ -137,11 +141,11 @@ class LogFiles:
             if role.log_name not in self._files:
                 path = self._directory / role.log_name
                 try:
-                    self._files[role.log_name] = open(path, "ab" if attempt else "wb", buffering=0)
+                    self._files[role.log_name] = open(path, "ab" if is_continued else "wb", buffering=0)
                 except OSError as error:
                     raise self._error(error) from error
             files[rank] = self._files[role.log_name]
-        if attempt:
+        if is_continued:
             time_of_day = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             for file in filter(None, files.values()):
                 with contextlib.suppress(OSError):  # a full disk does not end the run

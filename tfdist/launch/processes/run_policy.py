@@ -26,10 +26,17 @@ class AttemptStart:
     run_id: str  # identifies the run
     seed: int  # the seed of the run
     may_restart: bool = False  # whether a failure may be followed by a restart
+    beginning: int | None = None  # how many elastic workers begin, those of the lowest ranks; None: all
+    joins_late: bool = False  # whether the workers of other hosts train already, and those of this one join them
 
     @property
     def local_roles(self) -> dict[int, Role]:
         return {rank: self.roles[rank] for rank in self.local_ranks}
+
+    @property
+    def beginning_roles(self) -> dict[int, Role]:
+        """The processes of this host that begin."""
+        return dict(list(self.local_roles.items())[: self.beginning])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +47,16 @@ class ShutdownOrder:
     stop_signal: int | None = None  # the signal that one of the supervisors received; None after a failure
     kill: bool = False  # whether to kill the workers immediately
     only_script: bool = False  # whether to end only processes that run the script, which may need the others to save
+    must_save: bool = False  # whether workers have the time to save, although this is no signal
 
     def as_message(self) -> dict[str, Any]:
-        return {"reason": self.reason, "signal": self.stop_signal, "kill": self.kill, "only_script": self.only_script}
+        return {
+            "reason": self.reason,
+            "signal": self.stop_signal,
+            "kill": self.kill,
+            "only_script": self.only_script,
+            "must_save": self.must_save,
+        }
 
 
 class RunPolicy(Protocol):
@@ -53,6 +67,8 @@ class RunPolicy(Protocol):
     """
 
     shutdown_order: ShutdownOrder | None = None  # whether and why the workers of the present attempt must end
+    too_few: str = ""  # how many workers of all hosts are left in an elastic attempt, if too few, or an empty string
+    has_completed: bool = False  # whether an elastic worker of another host has ended with 0 in this attempt
 
     @abc.abstractmethod
     def next_attempt(self, signals: StopSignals) -> AttemptStart | int:
@@ -92,6 +108,18 @@ class RunPolicy(Protocol):
         """Reports that no worker of this host is left that is restarted alone."""
         return
 
+    def report_training(self, count: int, *, has_failure: bool, living: int | None) -> None:
+        """Reports how many elastic workers of this host train. Called several times a second.
+
+        `has_failure` says whether one was lost, and was not asked to leave. `living` is how many of all hosts train, as
+        the workers of this host have reported last, or None.
+        """
+        return
+
+    def report_completion(self) -> None:
+        """Reports that an elastic worker of this host has ended with 0."""
+        return
+
     def close(self) -> None:
         """Leaves the run."""
         return
@@ -117,7 +145,8 @@ class SingleNodePolicy(RunPolicy):
                 signals.clear_wakeup()
             if signals.received:
                 return 128 + signals.received[0]
-        roles = self._spec.roles(self._workers)
+        most = self._spec.most_workers
+        roles = self._spec.roles(most or self._workers)
         with ReservedPorts(len(roles)) as reserved:
             addresses = tuple(f"127.0.0.1:{port}" for port in reserved.ports)
         return AttemptStart(
@@ -129,6 +158,7 @@ class SingleNodePolicy(RunPolicy):
             self._spec.run_id,
             self._spec.run_seed,
             self._evaluator.may_restart,
+            beginning=None if most is None else self._spec.workers,
         )
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:

@@ -23,7 +23,7 @@ class RunStatus:
     """
 
     def __init__(self, workers: int) -> None:
-        self._all_workers = workers
+        self._all_workers = self._workers = workers
         self._attempt = 0
         self._jobs = ""
         self._began_at = 0.0
@@ -42,7 +42,7 @@ class RunStatus:
 
         The roles are those of all hosts, the heartbeats those of this host's processes.
         """
-        workers = count_workers(roles)
+        self._workers = workers = count_workers(roles)
         self._jobs = describe_jobs(roles.values())
         if workers < self._all_workers and len(roles) == workers:
             self._jobs = f"{workers} of {self._all_workers} workers"
@@ -53,7 +53,13 @@ class RunStatus:
         """Returns the status in one line, the most important part first."""
         self._record_saves(now)
         fit, step, phase = self._monitor.fit, self._monitor.step, self._monitor.phase
-        parts = [self._jobs]
+        training, wanted = self._monitor.training, self._monitor.resized_to or self._workers
+        if training is None:
+            parts = [self._jobs]
+        elif training < wanted:
+            parts = [f"{training} of {counted(wanted, 'worker')} train"]
+        else:
+            parts = [counted(training, "worker")]
         if step is None:
             parts.append(f"running for {format_duration(now - self._began_at)}")
         else:

@@ -19,6 +19,7 @@ from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 # glibc keeps a pool of freed memory for each thread: much memory, where tensors are as large as those of stages.
 _ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"
 _ELASTIC = "TFDIST_ELASTIC"
+_BEGINNING = "TFDIST_ELASTIC_WORKERS"
 _TOKEN_BYTES = 32
 _MAX_DATAGRAM_BYTES = 65_536
 _MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
@@ -155,7 +156,9 @@ class WorkerEnvironments:
     def __call__(self, start: AttemptStart) -> dict[int, dict[str, str]]:
         """Returns the environments of an attempt, by rank."""
         roles = start.local_roles
-        share = ThreadShare(count_computing(roles), usable_cores(), self._spec.threads_per_worker, self._environ)
+        share = ThreadShare(
+            count_computing(start.beginning_roles), usable_cores(), self._spec.threads_per_worker, self._environ
+        )
         jobs: dict[str, list[str]] = {}
         for role, address in zip(start.roles.values(), start.addresses, strict=True):
             jobs.setdefault(role.task.type, []).append(address)
@@ -173,6 +176,8 @@ class WorkerEnvironments:
         }
         if self._spec.elastic is not None:
             common[_ELASTIC] = "1"
+        if start.beginning is not None:
+            common[_BEGINNING] = str(start.beginning)
         if any(role.is_server and role.task.type == "worker" for role in start.roles.values()):
             common = {_ALLOCATOR_POOLS: "1", **common}
         # TensorFlow reserves the memory of each GPU that it sees, which a worker on this host needs.

@@ -4,20 +4,22 @@ import dataclasses
 import signal
 import time
 from collections.abc import Mapping
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from tfdist.launch.processes.control_socket import ControlSocket
 from tfdist.launch.processes.event_loop import EventLoop
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
+from tfdist.launch.processes.outcome_builder import OutcomeBuilder
 from tfdist.launch.processes.output import Console, OutputClosed, WorkerOutput
 from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
-from tfdist.launch.restart.attempt_outcome import Outcome, has_completed
-from tfdist.launch.restart.elastic_workers import ElasticWorkers
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.elastic_workers import ElasticWorkers, describe_too_few
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
-from tfdist.launch.run_spec import Role, RunSpec, count_workers
+from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.formatting import counted, signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05
@@ -47,6 +49,7 @@ class WorkerSupervisor:
         signals: StopSignals,
         monitor: HeartbeatMonitor,
         spec: RunSpec,
+        control: ControlSocket | None = None,
     ) -> None:
         self._roles, self._environments = start.local_roles, environments
         self._console, self._logs, self._signals = console, logs, signals
@@ -55,13 +58,22 @@ class WorkerSupervisor:
         restarted_alone = [rank for rank, role in self._roles.items() if role.is_restarted_alone]
         self._backoff = WorkerBackoff(restarted_alone, limit=spec.worker_restarts)
         elastic_ranks = [rank for rank, role in self._roles.items() if role.is_elastic]
-        self._elastic, self._least = ElasticWorkers(elastic_ranks, least=spec.elastic or 0), spec.elastic
-        # When workers of an elastic run are killed that reported an exception, and take long to exit, by rank.
-        self._error_deadlines: dict[int, float] = {}
+        # The coordinator counts the workers of several hosts.
+        self._is_one_host, self._least = spec.nodes == 1, spec.elastic or 0
+        unwanted = set(elastic_ranks) - start.beginning_roles.keys()
+        self._elastic = ElasticWorkers(
+            elastic_ranks,
+            least=self._least if self._is_one_host else 0,
+            late=elastic_ranks if start.joins_late else unwanted,
+            unwanted=unwanted,
+        )
+        self._beginning_ranks, self._control = start.beginning_roles, control
+        # When workers of an elastic run are killed that reported an exception or shall leave, and take long, by rank.
+        self._exit_deadlines: dict[int, float] = {}
         # The exit after which this host has no worker any more that is restarted alone.
         self._last_restartable: WorkerExit | None = None
         self._group, self._shutdown = group, GroupShutdown(group)
-        self._outcome = _OutcomeBuilder(start.attempt, self._roles)
+        self._outcome = OutcomeBuilder(start.attempt, self._roles)
         # On a host where no process runs the script, the other hosts decide when the attempt ends.
         self._runs_script = any(role.runs_script for role in self._roles.values())
         self._events = EventLoop(self._read_heartbeats, self._collect)
@@ -76,6 +88,8 @@ class WorkerSupervisor:
         self._events.watch(self._signals.fd, self._signals.clear_wakeup)
         if self._policy_fd is not None:
             self._events.watch(self._policy_fd, lambda: None)
+        if self._control is not None:
+            self._control.answer_by(self._answer, self._events)
         try:
             self._start_all()
             self._handle_signals()  # a signal may have come before any worker was started
@@ -97,11 +111,15 @@ class WorkerSupervisor:
         self._shutdown.kill()
 
     def _is_over(self) -> bool:
-        # A host without the chief may have no process for a while, until its worker is restarted.
-        return self._shutdown.is_over() and (self._runs_script or self._shutdown.has_begun)
+        return self._shutdown.is_over() and (not self._may_be_empty or self._shutdown.has_begun)
+
+    @property
+    def _may_be_empty(self) -> bool:
+        """Whether this host may have no process that runs the script for a while, until its worker is restarted."""
+        return not self._runs_script or (self._least > 0 and self._elastic.may_restart)
 
     def _start_all(self) -> None:
-        for rank in self._roles:
+        for rank in self._beginning_ranks:
             if self._signals.received:
                 return
             try:
@@ -116,7 +134,7 @@ class WorkerSupervisor:
         worker = self._group.start(rank, self._environments[rank], self._roles[rank])
         self._monitor.reset(rank)
         self._elastic.record_start(rank, now=time.monotonic())
-        self._error_deadlines.pop(rank, None)
+        self._exit_deadlines.pop(rank, None)
         self._events.add(worker, WorkerOutput(self._roles[rank].label, self._console, self._logs[rank]))
 
     def _step(self) -> None:
@@ -141,10 +159,10 @@ class WorkerSupervisor:
     def _poll_seconds(self) -> float | None:
         if any(worker.pidfd is None for worker in self._group.running):
             return _NO_PIDFD_POLL_SECONDS
-        has_deadline = self._patience_until is not None or self._error_deadlines or self._elastic.is_complete
+        has_deadline = self._patience_until is not None or self._exit_deadlines or self._elastic.is_complete
         if self._shutdown.has_begun or has_deadline or not self._group.running:
             return _SHUTDOWN_POLL_SECONDS
-        if self._monitor.is_enabled or self._policy_fd is not None:
+        if self._monitor.is_enabled or not self._is_one_host:
             return _HEARTBEAT_POLL_SECONDS
         is_pending = self._events.is_pending or self._backoff.is_pending or self._console.has_status_line
         return _UNFINISHED_POLL_SECONDS if is_pending else None
@@ -167,7 +185,7 @@ class WorkerSupervisor:
             if not self._roles[rank].is_restarted_alone:
                 self._console.say(f"{self._roles[rank].name} is frozen: {reason}")
             self._group.workers[rank].send_signal(signal.SIGKILL)  # it would not handle any other
-        for rank, deadline in self._error_deadlines.items():
+        for rank, deadline in self._exit_deadlines.items():
             if now >= deadline:
                 self._group.workers[rank].send_signal(signal.SIGKILL)
         frozen = self._outcome.frozen
@@ -194,7 +212,7 @@ class WorkerSupervisor:
         role, has_error = self._roles[worker.rank], len(self._monitor.errors) > errors_before
         # Its interpreter may take long to exit. Neither it nor the others should wait for that.
         if has_error and role.is_elastic:
-            self._error_deadlines[worker.rank] = time.monotonic() + self._grace_periods.patience
+            self._exit_deadlines[worker.rank] = time.monotonic() + self._grace_periods.patience
         elif has_error and not role.is_restarted_alone and self._patience_until is None:
             is_lost_peer = reports_lost_peer(" ".join(self._monitor.errors[worker.rank].values()))
             patience = self._grace_periods.patience if is_lost_peer else self._grace_periods.failure
@@ -246,7 +264,7 @@ class WorkerSupervisor:
 
     def _record_elastic_exit(self, worker: WorkerProcess, ended: WorkerExit) -> None:
         """Decides and says what follows the exit of a worker of an elastic run."""
-        self._error_deadlines.pop(ended.rank, None)
+        self._exit_deadlines.pop(ended.rank, None)
         self._observe_training()
         is_complete = not ended.failed and ended.returncode == 0
         is_unneeded = self._elastic.is_waiting(ended.rank) and not ended.is_preempted and not is_complete
@@ -257,7 +275,9 @@ class WorkerSupervisor:
                 self._complete_elastic(ended)
             return
         worker.send_signal(signal.SIGKILL)  # to the children that it left behind
-        if self._elastic.is_complete and is_unneeded:
+        if not self._elastic.is_wanted(ended.rank):
+            self._record_departure(ended)
+        elif self._elastic.is_complete and is_unneeded:
             self._console.say(f"{ended.name} ended: {ended.describe()}; the training has ended without it")
         elif not self._elastic.may_restart:
             self._outcome.exits.append(ended)
@@ -267,9 +287,13 @@ class WorkerSupervisor:
             self._record_loss(ended)
 
     def _complete_elastic(self, ended: WorkerExit) -> None:
+        self._policy.report_completion()
+        self._record_completion(ended.name)
+
+    def _record_completion(self, name: str) -> None:
         self._elastic.record_completion(now=time.monotonic())
         for rank in self._backoff.cancel():
-            self._console.say(f"{self._roles[rank].name} is not restarted: {ended.name} has ended with exit code 0")
+            self._console.say(f"{self._roles[rank].name} is not restarted: {name} has ended with exit code 0")
 
     def _record_loss(self, ended: WorkerExit) -> None:
         """Restarts a worker alone, or ends the attempt if too few are left."""
@@ -278,31 +302,73 @@ class WorkerSupervisor:
         if is_enough:
             follows = self._backoff.record_exit(ended.rank, now=now, has_others=True)
         else:
-            left = counted(self._elastic.count(now=now), "worker")
-            self._outcome.too_few = f"{left} left of at least {self._least} (--elastic)"
-            follows = f"the attempt ends: {self._outcome.too_few}"
+            too_few = describe_too_few(self._elastic.count(now=now), self._least)
+            follows = f"the attempt ends: {too_few}"
         if ended.is_preempted:
             self._console.say(f"{ended.name} left, as it was asked to: {ended.describe()}; {follows}")
         else:
             # The launcher signals a single worker that is not frozen only because of an error that it has reported.
             what = "an error, while it was still shutting down" if ended.was_signalled else ended.describe()
             self._console.say(f"{ended.name} failed: {what}; {follows}")
-        if is_enough:
-            return
+        if not is_enough:
+            self._end_with_too_few(too_few)
+
+    def _record_departure(self, ended: WorkerExit) -> None:
+        """Says that a worker has ended that is not wanted any more."""
+        was_enough, now = self._elastic.may_restart, time.monotonic()
+        is_enough = self._elastic.record_exit(ended, now=now)
+        self._console.say(f"{ended.name} left, as it was asked to: {ended.describe()}; it is not restarted")
+        if was_enough and not is_enough:
+            self._end_with_too_few(describe_too_few(self._elastic.count(now=now), self._least))
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, str]:
+        """Starts workers, or asks some to leave, as `tfdist resize` requests; returns the answer."""
+        count, most = request.get("workers"), len(self._roles)
+        if type(count) is not int or not self._least <= count <= most:
+            expected = f"{self._least} to {most}, as --elastic of the run says"
+            return {"error": f"The number of workers is out of range. Received: {count}. Expected: {expected}."}
+        if self._shutdown.has_begun or not self._elastic.may_restart:
+            return {"error": f"The run is ending. Received: {counted(count, 'worker')}. Expected: a run that trains."}
+        now = time.monotonic()
+        starts, leaves = self._elastic.resize(count, now=now)
+        self._monitor.resized_to = count
+        self._backoff.cancel(leaves)
+        for worker in self._group.running:
+            if worker.rank in leaves:
+                worker.send_signal(signal.SIGTERM)
+                self._exit_deadlines[worker.rank] = now + self._grace_periods.stop
+        changes = [
+            f"{self._roles[rank].name} {'leaves' if rank in leaves else 'starts'}" for rank in [*starts, *leaves]
+        ]
+        text = f"{counted(count, 'worker')} from now on: {', '.join(changes) or 'as before'}"
+        self._console.say(text)
+        for rank in set(starts) - {worker.rank for worker in self._group.running}:
+            self._start_again(rank)  # the others start when they have left
+        return {"text": text}
+
+    def _end_with_too_few(self, too_few: str) -> None:
+        self._outcome.too_few = too_few
         self._backoff.cancel()
         self._outcome.exits += self._elastic.recent_exits
         cause = root_cause(self._outcome.exits)
-        if cause is None or not (cause.is_preempted or cause.reports_lost_peer):
-            self._fail(self._outcome.too_few)
-        else:
+        has_cause = cause is not None and not (cause.is_preempted or cause.reports_lost_peer)
+        if has_cause or (cause is None and self._is_one_host):
+            self._fail(too_few)
+        elif self._is_one_host:  # on several, the coordinator is patient
             # The root cause may still follow, or others that were asked to leave, too, save.
-            self._patience_until = now + self._grace_periods.patience
+            self._patience_until = time.monotonic() + self._grace_periods.patience
 
     def _observe_training(self) -> None:
+        if not self._least:
+            return
         step = self._monitor.step
         progress = self._monitor.fit, -1 if step is None else step
         for rank in self._elastic.observe(self._monitor.trained_ranks, progress, now=time.monotonic()):
             self._console.say(f"{self._roles[rank].name} has joined the others")
+        failures = [worker for worker in self._elastic.recent_exits if not worker.is_preempted]
+        self._policy.report_training(
+            self._elastic.count(now=time.monotonic()), has_failure=bool(failures), living=self._monitor.training
+        )
 
     def _end_waiting_workers(self) -> None:
         """Ends workers that were restarted and have not joined the others before these have ended."""
@@ -327,20 +393,25 @@ class WorkerSupervisor:
 
     def _restart_due_workers(self) -> None:
         # Once no process runs the script any more, nobody needs a restarted worker.
-        if self._shutdown.all_signalled or (self._runs_script and not self._group.runs_script):
+        if self._shutdown.all_signalled or not (self._may_be_empty or self._group.runs_script):
             return
         for rank in self._backoff.due(now=time.monotonic()):
+            self._start_again(rank)
+
+    def _start_again(self, rank: int) -> None:
+        """Starts a worker while the others train."""
+        if rank in self._group.workers:
             self._events.remove(self._group.workers[rank])
-            try:
-                self._start(rank)
-            except OSError as error:
-                reason = f"it could not be started ({error})"
-                ended = WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name)
-                (self._record_loss if self._roles[rank].is_elastic else self._record_restartable_exit)(ended)
+        try:
+            self._start(rank)
+        except OSError as error:
+            reason = f"it could not be started ({error})"
+            ended = WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name)
+            (self._record_loss if self._roles[rank].is_elastic else self._record_restartable_exit)(ended)
 
     def _end_if_complete(self) -> None:
         """Ends the rest when no process runs the script any more: servers, or children that workers left behind."""
-        if self._shutdown.all_signalled or self._group.runs_script or not self._runs_script:
+        if self._shutdown.all_signalled or self._group.runs_script or self._may_be_empty:
             return
         running = self._group.running
         if running and not self._shutdown.has_begun and self._outcome.reports_lost_peer:
@@ -369,9 +440,17 @@ class WorkerSupervisor:
     def _poll_policy(self) -> None:
         self._policy.report_signals(self._signals.received)
         self._policy.poll(suspects_freeze=self._suspects_freeze)
-        if self._policy.descriptor is None and self._policy_fd is not None:
-            self._events.unwatch(self._policy_fd)
-            self._policy_fd = None
+        if (descriptor := self._policy.descriptor) != self._policy_fd:
+            if self._policy_fd is not None:
+                self._events.unwatch(self._policy_fd)
+            if descriptor is not None:
+                self._events.watch(descriptor, lambda: None)
+            self._policy_fd = descriptor
+        if self._policy.has_completed and not self._elastic.is_complete:
+            self._record_completion("a worker of another host")
+        if self._policy.too_few and self._elastic.may_restart:
+            self._elastic.fail()
+            self._end_with_too_few(self._policy.too_few)
         order = self._policy.shutdown_order
         if order is None:
             return
@@ -379,7 +458,7 @@ class WorkerSupervisor:
             self._console.say(f"ending the workers: {order.reason}")
             self._outcome.stop_signal = order.stop_signal
         if not self._shutdown.has_begun or not (order.only_script or self._shutdown.all_signalled):
-            is_failure = order.stop_signal is None
+            is_failure = order.stop_signal is None and not order.must_save
             grace_seconds = self._grace_periods.failure if is_failure else self._grace_periods.stop
             self._shutdown.terminate(grace_seconds, only_script=order.only_script)
         if order.kill and not self._shutdown.has_killed:
@@ -388,103 +467,3 @@ class WorkerSupervisor:
     def _fail(self, reason: str) -> None:
         self._policy.report_failure(reason)
         self._shutdown.terminate(self._grace_periods.failure)
-
-
-class _OutcomeBuilder:
-    """Collects how the workers exited and why the launcher judged them failed, and builds the outcome of an attempt."""
-
-    def __init__(self, attempt: int, roles: Mapping[int, Role]) -> None:
-        self._attempt, self._roles = attempt, roles
-        self._started_at, self._began = time.time(), time.monotonic()
-        self._failure_reasons: dict[int, str] = {}
-        self.exits: list[WorkerExit] = []  # in order of time
-        self.stall = ""
-        self.too_few = ""
-        self.start_failure: tuple[int, OSError] | None = None
-        self.stop_signal: int | None = None
-
-    @property
-    def frozen(self) -> list[str]:
-        """Names of the frozen workers that the attempt cannot continue without."""
-        return [self._roles[rank].name for rank in self._failure_reasons if not self._roles[rank].is_restarted_alone]
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the attempt has failed so far. A preemption is not a failure."""
-        cause = root_cause(self.exits)
-        has_failed_worker = cause is not None and not cause.is_preempted
-        return bool(self.stall or self.start_failure or self.frozen) or has_failed_worker
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether the only failures so far are preemptions."""
-        cause = root_cause(self.exits)
-        return cause is not None and cause.is_preempted
-
-    @property
-    def reports_lost_peer(self) -> bool:
-        """Whether all failures so far only report a lost peer."""
-        cause = root_cause(self.exits)
-        return cause is not None and cause.reports_lost_peer and not cause.is_preempted
-
-    def describe(self) -> str:
-        """Returns the first failure so far in one line."""
-        cause = root_cause(self.exits)
-        return "no cause was found in time" if cause is None else f"{cause.name}: {cause.describe()}"
-
-    def record_frozen(self, rank: int, reason: str) -> None:
-        self._failure_reasons[rank] = f"frozen: {reason}"
-
-    def worker_exit(
-        self, worker: WorkerProcess, returncode: int, last_lines: tuple[str, ...], *, all_signalled: bool
-    ) -> WorkerExit:
-        """Returns how a worker exited. `all_signalled` says whether all processes have been signalled to exit."""
-        role, reason = self._roles[worker.rank], self._failure_reasons.get(worker.rank, "")
-        if role.is_restarted_alone:
-            self._failure_reasons.pop(worker.rank, None)
-        if not role.runs_script and (
-            has_completed(self.exits, self._roles) or (role.is_restarted_alone and all_signalled)
-        ):
-            # Nobody needs it any more, however it exits.
-            return WorkerExit(worker.rank, returncode, was_signalled=True, at=time.time(), task=role.name)
-        was_signalled = bool(worker.signals_sent) and not reason
-        if role.is_server and not (returncode or was_signalled or reason):
-            reason = "exit code 0, while it was needed"
-        return WorkerExit(
-            worker.rank,
-            returncode,
-            last_lines,
-            was_signalled=was_signalled,
-            failure_reason=reason,
-            at=time.time(),
-            task=role.name,
-        )
-
-    def build(self, shutdown_began_at: float | None, monitor: HeartbeatMonitor) -> Outcome:
-        errors = {
-            rank: error
-            for rank, error in monitor.errors.items()
-            if self._roles[rank].runs_script
-            or not (self._roles[rank].is_restarted_alone or has_completed(self.exits, self._roles))
-        }
-        failed_at = time.monotonic() if shutdown_began_at is None else shutdown_began_at
-        return Outcome(
-            self._attempt,
-            count_workers(self._roles),
-            tuple(self.exits),
-            roles=self._roles,
-            started_at=self._started_at,
-            failed_at=failed_at,
-            seconds=failed_at - self._began,
-            stop_signal=self.stop_signal,
-            stall=self.stall,
-            too_few=self.too_few,
-            left_out=frozenset(rank for rank, role in self._roles.items() if role.is_elastic)
-            - {worker.rank for worker in self.exits},
-            start_failure=self.start_failure,
-            heartbeat_ranks=monitor.heartbeat_ranks,
-            fit=monitor.fit,
-            step=monitor.step,
-            saved=monitor.saved,
-            errors=errors,
-        )

@@ -8,29 +8,52 @@ from typing import Any
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome, has_completed
+from tfdist.launch.restart.elastic_workers import describe_too_few
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_spec import GracePeriods, Role, count_workers
+from tfdist.utils.cores_and_ports import is_loopback
 
-REPORTS = ("failed", "lost_peer", "no_worker", "done")
+_REJOIN_SECONDS = 30.0
+REPORTS = ("failed", "lost_peer", "no_worker", "training", "completed", "done")
 """Types of the messages about an attempt."""
 
 
 class AttemptTracker:
-    """State of one attempt, as the coordinator knows it. The failure that is reported first is the root cause."""
+    """State of one attempt, as the coordinator knows it. The failure that is reported first is the root cause.
 
-    def __init__(self, number: int, nodes: list[Node], roles: Mapping[int, Role], *, now: float) -> None:
+    `least` is the least number of workers that train; 0: the attempt is not elastic. Nodes that are `absent` have begun
+    it under another coordinator; workers are counted when they have had the time to join this one.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        nodes: list[Node],
+        roles: Mapping[int, Role],
+        *,
+        now: float,
+        least: int = 0,
+        absent: Sequence[Node] = (),
+    ) -> None:
         self.number = number
         self.order: ShutdownOrder | None = None
         self.ordered_at: float | None = None  # time of the order
         self.is_stopped = False  # a supervisor received a signal, before or after a failure
+        self.too_few = ""  # how many workers train, if too few, or an empty string
+        self.has_completed = False  # an elastic worker has ended with 0: nobody is restarted any more
         self._nodes = list(nodes)
         self._roles = roles
+        self._least, self._counted_from = least, now + _REJOIN_SECONDS if absent else now
+        for node in nodes:
+            node.training, node.has_failure = node.share, False
         self._failed_ranks: list[int] = []  # nodes, in the order of their first failures
         self._lost_peer = ""  # a failure that only reports a lost peer
         self._lost_peer_from = now  # when it counts as the cause, unless another failure is reported
         self._saved_until: float | None = None  # end of the grace period after workers saved and exited
         self._lost = ""
-        self._absent: dict[int, Node] = {}  # nodes that were lost while the training continues, by rank
+        self._absent = {
+            node.rank: node for node in absent
+        }  # nodes that were lost while the training continues, by rank
         self._without_workers: set[int] = set()  # nodes whose workers have ended and are not restarted
         self._began, self._started_at = now, time.time()
 
@@ -58,6 +81,10 @@ class AttemptTracker:
                 self._without_workers.add(node.rank)
                 if not self._has_workers:  # this node has the exit that is the cause
                     return {"type": "no_worker_left", "attempt": self.number}
+            case "training":
+                node.training, node.has_failure = int(message["count"]), bool(message["has_failure"])
+            case "completed":
+                self.has_completed = True
         return None
 
     def fail(self, node: Node, text: str, *, now: float) -> None:
@@ -69,7 +96,9 @@ class AttemptTracker:
     def lose(self, node: Node, text: str, *, now: float) -> str:
         """Records the loss of a node; returns what follows, for the user, if the training continues without it."""
         self._nodes.remove(node)
-        is_needed = not all(role.is_restarted_alone for role in node.roles.values())
+        is_needed = not all(role.is_restarted_alone for role in node.roles.values()) or self.has_completed
+        if self._trains_too_few(now) and not self.too_few:
+            is_needed, text = True, f"{text}; {describe_too_few(self._training, self._least)}"
         if self.order is None and not is_needed and self._has_workers:
             self._absent[node.rank] = node
             return f"; training continues without {', '.join(role.name for role in node.roles.values())}"
@@ -77,17 +106,27 @@ class AttemptTracker:
         self._order(ShutdownOrder(text), now)
         return ""
 
-    def take_back(self, node: Node) -> bool:
+    def take_back(self, node: Node, *, training: int | None = None) -> bool:
         """Lets a node run the processes that were lost with it, if it has joined again at the same address.
 
-        Returns whether it takes part in the attempt.
+        Args:
+            node: The node.
+            training: How many of its workers train, if they have run on without the coordinator; `None`: it starts
+                them.
+
+        Returns:
+            Whether it takes part in the attempt.
         """
         absent_node = self._absent.get(node.rank)
-        if absent_node is None or self.order is not None or self.is_over:
+        is_late = training is None and (self.is_over or self.has_completed)
+        if absent_node is None or self.order is not None or self.too_few or is_late:
             return False
-        if node.address != absent_node.address or node.workers < absent_node.share:
+        # The coordinator's own host may have joined at its loopback address, at which others do not reach it.
+        is_same = node.address == absent_node.address or (node.rank == 0 and is_loopback(node.address))
+        if not is_same or node.workers < absent_node.share:
             return False
         node.share, node.roles, node.ports = absent_node.share, absent_node.roles, absent_node.ports
+        node.training = training or 0  # those that it starts have to join the others
         del self._absent[node.rank]
         self._without_workers.discard(node.rank)
         self._nodes.append(node)
@@ -122,14 +161,20 @@ class AttemptTracker:
         else:
             self.fail(node, outcome.describe(), now=now)
 
-    def check(self, *, suspects: bool, now: float) -> None:
-        """Orders the shutdown if a grace period is over.
+    def check(self, *, suspects: bool, grace_periods: GracePeriods, now: float) -> None:
+        """Counts the workers of an elastic attempt, and orders the shutdown if a grace period is over.
 
         If it `suspects` that a node, or a worker of a node, is about to be lost, a failure that only reports a lost
         peer is not yet the cause.
         """
+        if self._trains_too_few(now) and not (self.too_few or self.has_completed or self.order):
+            self.too_few = describe_too_few(self._training, self._least)
+            # The nodes have the exits that are the cause, which may still follow.
+            self._lost_peer = self._lost_peer or self.too_few
+            self._lost_peer_from = max(self._lost_peer_from, now + grace_periods.patience)
         if self._lost_peer and now >= self._lost_peer_from and not suspects:
-            self._order(ShutdownOrder(self._lost_peer), now)
+            must_save = bool(self.too_few) and not any(node.has_failure for node in self._nodes)
+            self._order(ShutdownOrder(self._lost_peer, must_save=must_save), now)
         if self._saved_until is not None and now >= self._saved_until:
             self._order(ShutdownOrder("workers of other hosts saved and exited"), now)
 
@@ -137,7 +182,9 @@ class AttemptTracker:
         """Returns the outcome of all nodes."""
         failure_order = {rank: place for place, rank in enumerate(self._failed_ranks)}
         nodes = sorted(self._nodes, key=lambda node: failure_order.get(node.rank, len(failure_order)))
-        run_fields: dict[str, Any] = {"lost": self._lost}
+        absent_ranks = [rank for node in self._absent.values() for rank in node.roles if node.roles[rank].is_elastic]
+        left_out = frozenset(absent_ranks).union(*(node.outcome.left_out for node in nodes if node.outcome is not None))
+        run_fields: dict[str, Any] = {"lost": self._lost, "too_few": self.too_few, "left_out": left_out}
         if self.order is not None:
             run_fields["stop_signal"] = self.order.stop_signal
         return _merge(
@@ -154,6 +201,14 @@ class AttemptTracker:
     def _has_workers(self) -> bool:
         """Whether any node has a worker that runs or will be restarted."""
         return any(node.share and node.rank not in self._without_workers for node in self._nodes)
+
+    @property
+    def _training(self) -> int:
+        """Number of elastic workers of all nodes that train."""
+        return sum(node.training for node in self._nodes)
+
+    def _trains_too_few(self, now: float) -> bool:
+        return self._training < self._least and now >= self._counted_from
 
     def _end_servers(self, now: float) -> None:
         """Ends the workers of other nodes when the chief, for which they run TensorFlow's server, has ended."""

@@ -1,5 +1,6 @@
 """Decides for all nodes of a run when an attempt starts, when it is shut down, and what follows."""
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from tfdist.launch.restart.restart_policy import AttemptEvaluator
 from tfdist.launch.run_spec import RunSpec, describe_jobs
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.cores_and_ports import host_and_port
 from tfdist.utils.formatting import signal_name
 
 _READY_SECONDS = 30.0
@@ -48,6 +50,7 @@ class RunCoordinator:
         self._tracker: AttemptTracker | None = None
         self._start: dict[str, Any] = {}  # message that starts the running attempt
         self._sent_order: ShutdownOrder | None = None
+        self._sent_changes = ("", False)  # `too_few` and `has_completed` of the tracker
         self._ready_by = now
         self._reported_missing: list[int] = []
         self._broken: list[tuple[Node, str]] = []  # connections that failed while sending
@@ -62,26 +65,88 @@ class RunCoordinator:
         """Adds a node, or rejects it and returns None. ValueError, KeyError and TypeError: malformed message."""
         if self.is_over:
             reason = "Received: a request to join after the end of the run. Expected: a run in progress."
-            connection.send({"type": "rejected", "reason": reason})
+            connection.send({"type": "rejected", "reason": reason, "is_final": True})
+            return None
+        running = message.get("running")  # the attempt that it runs, since it has lost the coordinator
+        if running is not None and not self._continues(running):
+            _reject_running(connection, running)
             return None
         try:
             node, replaced_node = self._membership.admit(connection, message, now=now)
         except JoinRejectedError as rejected:
-            connection.send({"type": "rejected", "reason": str(rejected)})
+            connection.send({"type": "rejected", "reason": str(rejected), "is_final": False})
             return None
         if replaced_node is not None:
             self._handle_loss(replaced_node, "it joined again", now)
+        late_nodes = [node] if running is None else []
+        if running is not None:
+            if self._evaluator is None:
+                late_nodes = [other for other in self._membership.nodes if other is not node]
+            if not self._take_back_running(node, running, now):
+                self._membership.remove(node)
+                _reject_running(connection, running)
+                return None
         spec = self._spec
         timing = {"heartbeat_seconds": spec.heartbeat_seconds, "heartbeat_timeout": spec.heartbeat_timeout}
         connection.send({"type": "joined", "run": spec.run_id, "seed": spec.run_seed, **timing})
         if self._phase is _RunPhase.RUNNING and self._tracker is not None:
-            if self._tracker.take_back(node):
-                self._send(node, {**self._start, "ranks": list(node.roles)})
-                self._broadcast({"type": "notice", "text": f"{node.name} takes part in attempt {self._attempt} again"})
-            else:
-                text = f"attempt {self._attempt} is running; {node.name} takes part from the next restart"
-                self._send(node, {"type": "notice", "text": text})
+            for late_node in late_nodes:
+                self._take_back(self._tracker, late_node)
         return node
+
+    def _take_back(self, tracker: AttemptTracker, node: Node) -> None:
+        """Lets a node start its part of the running attempt, if it can; see `AttemptTracker.take_back`."""
+        if tracker.take_back(node):
+            self._send(node, {**self._start, "ranks": list(node.roles), "joins_late": True})
+            self._broadcast({"type": "notice", "text": f"{node.name} takes part in attempt {self._attempt} again"})
+        else:
+            text = f"attempt {self._attempt} is running; {node.name} takes part from the next restart"
+            self._send(node, {"type": "notice", "text": text})
+
+    def _take_back_running(self, node: Node, running: Mapping[str, Any], now: float) -> bool:
+        """Lets a node take part in the attempt that it runs; returns whether it can."""
+        try:
+            training = int(running["training"])
+            if self._evaluator is None:
+                return self._adopt(running["start"], node, training, now)
+            is_taken = self._tracker is not None and self._tracker.take_back(node, training=training)
+        except (ValueError, LookupError, TypeError):  # it is malformed
+            self._membership.remove(node)
+            raise
+        if is_taken:
+            self._broadcast({"type": "notice", "text": f"{node.name} takes part in attempt {self._attempt} again"})
+        return is_taken
+
+    def _continues(self, running: Mapping[str, Any]) -> bool:
+        """Whether this is the coordinator of an attempt that a node runs, or may become it."""
+        if self._evaluator is None:
+            return self._phase is _RunPhase.GATHERING and self._spec.elastic is not None
+        is_same = (running["start"]["run"], running["start"]["attempt"]) == (self._spec.run_id, self._attempt)
+        return is_same and self._phase is _RunPhase.RUNNING
+
+    def _adopt(self, start: Mapping[str, Any], joining: Node, training: int, now: float) -> bool:
+        """Continues the attempt of nodes that have lost an earlier coordinator; returns whether it can."""
+        spec = dataclasses.replace(self._spec, run_id=str(start["run"]), run_seed=int(start["seed"]))
+        roles, absent = spec.roles(int(start["workers"])), []
+        for rank, ranks in start["nodes"]:
+            host = host_and_port(start["addresses"][ranks[0]])[0]
+            ports = tuple(host_and_port(start["addresses"][own_rank])[1] for own_rank in ranks)
+            own_roles = {int(own_rank): roles[int(own_rank)] for own_rank in ranks}
+            absent.append(
+                dataclasses.replace(
+                    joining, rank=int(rank), address=host, share=len(ranks), roles=own_roles, ports=ports, outcome=None
+                )
+            )
+        evaluator = AttemptEvaluator(spec, int(start["all_workers"]))
+        attempt = int(start["attempt"])
+        tracker = AttemptTracker(attempt, [], roles, now=now, least=spec.elastic or 0, absent=absent)
+        if not tracker.take_back(joining, training=training):
+            return False
+        self._spec, self._evaluator, self._attempt, self._tracker = spec, evaluator, attempt, tracker
+        self._start = {**start, "may_restart": evaluator.may_restart}
+        self._phase = _RunPhase.RUNNING
+        self._broadcast({"type": "notice", "text": f"{joining.name} runs attempt {self._attempt}, which continues"})
+        return True
 
     def handle(self, node: Node, message: Mapping[str, Any], *, now: float) -> None:
         """Handles a message of a node. ValueError, KeyError and TypeError mean that it is malformed."""
@@ -145,13 +210,14 @@ class RunCoordinator:
                 self._broadcast({"type": "notice", "text": f"waiting for {names}"})
             return
         all_workers = self._membership.all_workers
-        if is_first and least is not None and least > all_workers:
-            line = (
-                f"error: --min-workers exceeds --workers. Received: --min-workers {least}. Expected: at most "
-                f"{all_workers}, the workers of all hosts. Correct one of them."
-            )
-            self._finish(2, [line])
-            return
+        for option, number in (("--min-workers", least), ("--elastic", self._spec.elastic)):
+            if is_first and number is not None and number > all_workers:
+                line = (
+                    f"error: {option} exceeds --workers. Received: {option} {number}. Expected: at most {all_workers}, "
+                    "the workers of all hosts. Correct one of them."
+                )
+                self._finish(2, [line])
+                return
         self._reported_missing = []
         if sum(map(self._share_of, self._membership.nodes)) < (least or 1):
             self._left_out = {}  # other nodes were present when it was decided
@@ -185,16 +251,22 @@ class RunCoordinator:
         if self._evaluator is None:
             self._evaluator = AttemptEvaluator(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
-        self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
+        self._tracker = AttemptTracker(self._attempt, nodes, roles, now=now, least=self._spec.elastic or 0)
+        self._sent_order, self._sent_changes = None, ("", False)
         self._phase = _RunPhase.RUNNING
         self._start = {
             "type": "start",
+            "run": self._spec.run_id,
+            "seed": self._spec.run_seed,
+            "nodes": [[node.rank, list(node.roles)] for node in nodes],
             "attempt": self._attempt,
             "addresses": self._membership.addresses(),
             "workers": sum(node.share for node in nodes),
             "all_workers": all_workers,
             "parameter_servers": self._spec.parameter_servers,
             "has_chief": self._spec.chief,
+            "is_elastic": self._spec.elastic is not None,
+            "joins_late": False,
             "may_restart": self._evaluator.may_restart,
         }
         for node in nodes:
@@ -207,7 +279,12 @@ class RunCoordinator:
         running = [node for node in self._membership.nodes if node.is_running]
         silence = SUSPICIOUS_HEARTBEATS * self._spec.heartbeat_seconds
         suspects = any(node.suspects or now - node.heard_at >= silence for node in running)
-        tracker.check(suspects=suspects, now=now)
+        tracker.check(suspects=suspects, grace_periods=self._spec.grace_periods(may_restart=False), now=now)
+        if (changes := (tracker.too_few, tracker.has_completed)) != self._sent_changes:
+            self._sent_changes = changes
+            message = {"too_few": tracker.too_few, "has_completed": tracker.has_completed}
+            for node in running:
+                self._send(node, {"type": "elastic", "attempt": self._attempt, **message})
         if tracker.order is not None and tracker.order != self._sent_order:
             self._sent_order = order = tracker.order
             for node in running:
@@ -242,7 +319,8 @@ class RunCoordinator:
         if self.is_over:
             return
         text = f"{node.name} was lost: {reason}"
-        if node.rank == 0:
+        trains_on = self._spec.elastic is not None and self._phase is _RunPhase.RUNNING
+        if node.rank == 0 and not trains_on:
             self.abort(f"{text}; the run ends because the coordinator runs there")
             return
         if self._phase is _RunPhase.PREPARING:
@@ -271,3 +349,12 @@ class RunCoordinator:
             node.connection.send(message)
         except ConnectionClosedError as closed:
             self._broken.append((node, str(closed)))
+
+
+def _reject_running(connection: NonblockingConnection, running: Mapping[str, Any]) -> None:
+    """Tells a node that has lost the coordinator that its workers are not those of the run any more."""
+    reason = (
+        f"Received: a host whose workers run attempt {running['start']['attempt']} of run {running['start']['run']}. "
+        "Expected: the attempt that the others run. They have continued without it; start it again."
+    )
+    connection.send({"type": "rejected", "reason": reason, "is_final": True})

@@ -21,7 +21,7 @@ from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import is_loopback, listen_on_all_interfaces
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
-PROTOCOL = 3
+PROTOCOL = 4
 _POLL_SECONDS = 0.1
 _FAREWELL_SECONDS = 5.0  # for all nodes to read the end of the run
 _BACKLOG = 128

@@ -32,6 +32,8 @@ class Node:
     roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)  # its processes in the attempt, by rank
     ports: tuple[int, ...] | None = None  # the ports of these processes
     outcome: Outcome | None = None
+    training: int = 0  # number of its elastic workers that train
+    has_failure: bool = False  # whether it has lost an elastic worker that was not asked to leave
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """The run policy of one node of several: joins a run, which a coordinator decides; its messages and answers."""
 
 import contextlib
+import dataclasses
 import select
 import socket
 import time
@@ -12,7 +13,10 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
+from tfdist.launch.rendezvous.reconnection import Reconnection
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, encode_outcome
+from tfdist.launch.restart.elastic_workers import describe_too_few
+from tfdist.launch.restart.restart_policy import AttemptEvaluator
 from tfdist.launch.run_spec import NodeOptions, RunSpec, count_workers, run_roles
 from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
 from tfdist.transport.transport_errors import (
@@ -34,13 +38,30 @@ _MAX_SIGNALS = 2
 class NodeClient(RunPolicy):
     """The connection of a supervisor to the coordinator.
 
-    Other nodes reach this node's workers at `address`; None: the local address of the connection.
+    When it is lost while elastic workers train, they train on: this node is *alone*, decides by itself, and connects
+    again as soon as there is a coordinator, also a new one.
+
+    Args:
+        connection: The connection.
+        address: Where other nodes reach this node's workers; None: the local address of the connection.
+        console: Shows messages.
+        error_file: Gets the cause of a failure.
+        spec: The run.
+        reconnection: Connects again; None: nothing does.
     """
 
     def __init__(
-        self, connection: NonblockingConnection, address: str | None, *, console: Console, error_file: ErrorFile
+        self,
+        connection: NonblockingConnection,
+        address: str | None,
+        *,
+        console: Console,
+        error_file: ErrorFile,
+        spec: RunSpec,
+        reconnection: Reconnection | None = None,
     ) -> None:
         self._connection, self._console, self._error_file = connection, console, error_file
+        self._spec, self._reconnection = spec, reconnection
         self.address = address or connection.local_address
         self.run_id, self._seed = "", 0
         self._heartbeat_seconds, self._heartbeat_timeout = 1.0, 0.0
@@ -51,13 +72,19 @@ class NodeClient(RunPolicy):
         self._exit_code: int | None = None  # None: the run has not ended
         self._attempt: int | None = None  # the running one
         self._has_reported_lost_peer = self._suspects_freeze = self._has_other_workers = False
+        self._sent_training: dict[str, Any] = {}
+        self._request: Mapping[str, Any] = {}
+        self._start_message: Mapping[str, Any] = {}
+        self._is_alone = self._has_reported_completion = False
+        self._without_worker_since: float | None = None  # while it is alone, since when none of its workers trains
         self._stops_sent = 0
 
     def join(self, request: Mapping[str, Any]) -> None:
         """Asks to join, and waits for the answer. Raises a UsageError if the coordinator rejects this node."""
         deadline = time.monotonic() + _JOIN_SECONDS
+        self._request = {**request, "address": self.address}
         try:
-            self._connection.send({**request, "address": self.address})
+            self._connection.send(self._request)
             while True:
                 select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))
                 for answer in self._connection.receive():
@@ -85,19 +112,24 @@ class NodeClient(RunPolicy):
             if start is None:
                 self._wait(signals)
                 continue
-            if start.attempt == 0:  # a node that joins again is in the middle of a run
+            if start.attempt == 0 and not start.joins_late:  # a node that joins again is in the middle of a run
                 with contextlib.suppress(OSError):
                     self._error_file.clear()
             return start
         return self._exit_code
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
-        self._send({"type": "done", "attempt": self._attempt, "outcome": encode_outcome(outcome)})
+        if not self._is_alone:
+            self._send({"type": "done", "attempt": self._attempt, "outcome": encode_outcome(outcome)})
         finished = self._attempt
-        while self._attempt == finished and self._exit_code is None:
+        while self._attempt == finished and self._exit_code is None and not self._is_alone:
             self._wait(signals)
+        if self._is_alone:
+            self._end_alone(outcome, signals)
 
     def poll(self, *, suspects_freeze: bool = False) -> None:
+        if self._is_alone and not self.is_connected:
+            self._join_again()
         if not self.is_connected:
             return
         try:
@@ -131,6 +163,19 @@ class NodeClient(RunPolicy):
     def report_no_worker(self) -> None:
         self._send({"type": "no_worker", "attempt": self._attempt})
 
+    def report_training(self, count: int, *, has_failure: bool, living: int | None) -> None:
+        training = {"count": count, "has_failure": has_failure}
+        if self._is_alone:
+            self._sent_training = training
+            self._count_alone(count, living, has_failure=has_failure)
+        elif training != self._sent_training:
+            self._sent_training = training
+            self._send({"type": "training", "attempt": self._attempt, **training})
+
+    def report_completion(self) -> None:
+        self._has_reported_completion = True
+        self._send({"type": "completed", "attempt": self._attempt})
+
     def report_signals(self, received: Sequence[int]) -> None:
         for index, number in enumerate(received):
             if index >= self._stops_sent:
@@ -139,6 +184,8 @@ class NodeClient(RunPolicy):
 
     def close(self) -> None:
         self._release_ports()
+        if self._reconnection is not None:
+            self._reconnection.close()
         if self.is_connected:
             self._connection.close()
 
@@ -164,18 +211,25 @@ class NodeClient(RunPolicy):
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
-        if kind == "notice":
+        if kind in ("joined", "rejected") and self._is_alone:
+            self._take_late_answer(message)
+        elif kind == "notice":
             self._console.say_to_all(str(message["text"]))
         elif kind == "prepare":
             self._release_ports()
             self._reserved = ReservedPorts(int(message["processes"]))
             self._send({"type": "ready", "round": message["round"], "ports": list(self._reserved.ports)})
         elif kind == "start":
+            self.run_id, self._seed, self._start_message = str(message["run"]), int(message["seed"]), message
             self._start = self._attempt_start(message)
             self._release_ports()
             # Set here, not in `next_attempt`: the order to shut down may already follow in the same read.
             self._attempt, self.shutdown_order, self._has_reported_lost_peer = self._start.attempt, None, False
+            self.too_few, self.has_completed, self._sent_training = "", False, {}
+            self._has_reported_completion = False
             self._has_other_workers = count_workers(self._start.roles) > count_workers(self._start.local_roles)
+        elif kind == "elastic" and message["attempt"] == self._attempt:
+            self.too_few, self.has_completed = str(message["too_few"]), bool(message["has_completed"])
         elif kind == "no_worker_left" and message["attempt"] == self._attempt:
             self._has_other_workers = False
         elif kind == "shut_down" and message["attempt"] == self._attempt:
@@ -186,6 +240,7 @@ class NodeClient(RunPolicy):
                 stop_signal,
                 kill=bool(message["kill"]),
                 only_script=bool(message["only_script"]),
+                must_save=bool(message["must_save"]),
             )
         elif kind in ("attempt_over", "run_over"):
             self._console.say_to_all(*(str(line) for line in message["lines"]))
@@ -202,13 +257,19 @@ class NodeClient(RunPolicy):
         servers, has_chief = int(message["parameter_servers"]), bool(message["has_chief"])
         return AttemptStart(
             int(message["attempt"]),
-            run_roles(int(message["workers"]), parameter_servers=servers, has_chief=has_chief),
+            run_roles(
+                int(message["workers"]),
+                parameter_servers=servers,
+                has_chief=has_chief,
+                is_elastic=bool(message["is_elastic"]),
+            ),
             local_ranks=tuple(int(rank) for rank in message["ranks"]),
             addresses=tuple(str(address) for address in message["addresses"]),
             full_workers=int(message["all_workers"]),
             run_id=self.run_id,
             seed=self._seed,
             may_restart=bool(message["may_restart"]),
+            joins_late=bool(message["joins_late"]),
         )
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -221,11 +282,72 @@ class NodeClient(RunPolicy):
     def _disconnect(self, reason: str) -> None:
         self._connection.close()
         self._release_ports()
-        if self._exit_code is None:
-            text = f"the rendezvous was lost ({reason})"
+        if self._is_alone:
+            return
+        text = f"the rendezvous was lost ({reason})"
+        if self._may_continue_alone:
+            self._is_alone, self._without_worker_since = True, None
+            self._console.say(f"{text}: the workers of this host train on; it joins again when node 0 is there")
+        elif self._exit_code is None:
             self._console.say(f"{text}: this host ends its workers (exit code {LOST_RUN_EXIT_CODE})")
             self._exit_code = LOST_RUN_EXIT_CODE
             self.shutdown_order = ShutdownOrder(text)
+
+    @property
+    def _may_continue_alone(self) -> bool:
+        is_elastic, is_ending = self._spec.elastic is not None, self._exit_code is not None or self.shutdown_order
+        return is_elastic and self._attempt is not None and not is_ending and self._reconnection is not None
+
+    def _join_again(self) -> None:
+        assert self._reconnection is not None
+        connection = self._reconnection.advance()
+        if connection is not None:
+            self._connection, self._heard_at = connection, self._clock.advance(time.monotonic())
+            start = {name: value for name, value in self._start_message.items() if name not in ("ranks", "joins_late")}
+            running = {"start": start, "training": int(self._sent_training.get("count", 0))}
+            self._send({**self._request, "running": running})
+
+    def _take_late_answer(self, answer: Mapping[str, Any]) -> None:
+        """Takes the answer of a coordinator to a node that was alone."""
+        if answer["type"] == "joined":
+            self._is_alone, self._sent_training = False, {}
+            self._take_answer(answer)
+            if self._has_reported_completion:
+                self.report_completion()
+        elif answer["is_final"]:
+            self._console.say(f"the rendezvous rejects this host. {answer['reason']}")
+            self._exit_code = LOST_RUN_EXIT_CODE
+            self.shutdown_order = ShutdownOrder("the others have continued without this host")
+            self._connection.close()
+        else:  # the coordinator has not noticed yet that it was gone
+            self._connection.close()
+
+    def _count_alone(self, count: int, living: int | None, *, has_failure: bool) -> None:
+        """Ends the attempt on this host if too few workers of all hosts are left, as its own report."""
+        now, least = self._clock.advance(time.monotonic()), self._spec.elastic or 0
+        if count:
+            self._without_worker_since = None
+        elif self._without_worker_since is None:
+            self._without_worker_since = now
+        if self._without_worker_since is not None:  # it may still join the others
+            living = None if now - self._without_worker_since < self._spec.start_timeout_seconds else 0
+        if living is None or living >= least:
+            return
+        self.too_few = describe_too_few(living, least)
+        self.shutdown_order = ShutdownOrder(self.too_few, must_save=not has_failure)
+
+    def _end_alone(self, outcome: Outcome, signals: StopSignals) -> None:
+        """Evaluates an attempt without the coordinator: no other one follows."""
+        spec = dataclasses.replace(self._spec, run_id=self.run_id, max_restarts=0)
+        evaluator = AttemptEvaluator(spec, int(self._start_message["all_workers"]))
+        evaluation = evaluator.evaluate(outcome, is_stopped=bool(signals.received))
+        self._console.say_to_all(*evaluation.lines)
+        if evaluation.error_entry is not None and (problem := self._error_file.write(evaluation.error_entry)):
+            self._console.say(problem)
+        self._exit_code = evaluation.exit_code if self._exit_code is None else self._exit_code
+        if evaluation.error_entry is not None and self._spec.max_restarts and not signals.received:
+            self._console.say("no restart: the rendezvous is lost")
+            self._exit_code = LOST_RUN_EXIT_CODE
 
     def _release_ports(self) -> None:
         if self._reserved is not None:
@@ -247,7 +369,14 @@ def join_run(node: NodeOptions, spec: RunSpec, console: Console, *, error_file: 
         connection = connect_to_coordinator(
             node.host, node.port, node.token, timeout_seconds=spec.start_timeout_seconds, say=console.say
         )
-        client = NodeClient(connection, node.address, console=console, error_file=error_file)
+        client = NodeClient(
+            connection,
+            node.address,
+            console=console,
+            error_file=error_file,
+            spec=spec,
+            reconnection=Reconnection(node.host, node.port, rendezvous_credentials(node.token)),
+        )
         undo.callback(client.close)
         client.join(
             {

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from tfdist.launch.restart.restart_policy import LONG_LIFE_SECONDS
 from tfdist.launch.restart.worker_exit import WorkerExit
+from tfdist.utils.formatting import counted
 
 # Heartbeats that a worker sent before another one exited have arrived after this time.
 _LATE_HEARTBEATS_SECONDS = 1.0
@@ -24,6 +25,7 @@ class _ElasticWorker:
     started_at: float = 0.0
     is_running: bool = False
     has_trained: bool = False  # its present process
+    is_wanted: bool = True  # whether it is to train, or was asked to leave
     loss: _Loss | None = None  # the last one, unless the others have made a step since
 
     @property
@@ -39,12 +41,23 @@ class ElasticWorkers:
     indefinitely. A loss after which the others have made a step did not cause a later failure.
 
     Args:
-        ranks: The workers; none: the attempt is not elastic.
-        least: The least number of workers that train.
+        ranks: The workers of this host; none: the attempt is not elastic.
+        least: The least number of workers of this host that train.
+        late: Those of them that join others, also when they start for the first time.
+        unwanted: Those that are not to train before `resize` says so.
     """
 
-    def __init__(self, ranks: Iterable[int], *, least: int) -> None:
-        self._workers = {rank: _ElasticWorker() for rank in ranks}
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        *,
+        least: int,
+        late: Collection[int] = (),
+        unwanted: Collection[int] = (),
+    ) -> None:
+        self._workers = {
+            rank: _ElasticWorker(starts=int(rank in late), is_wanted=rank not in unwanted) for rank in ranks
+        }
         self._least = least
         self._completed_at: float | None = None
         self._has_failed = False  # whether too few workers are left
@@ -98,6 +111,30 @@ class ElasticWorkers:
         self._has_failed = self.count(now=now) < self._least
         return not self._has_failed
 
+    def is_wanted(self, rank: int) -> bool:
+        """Whether a worker is to train."""
+        return self._workers[rank].is_wanted
+
+    def resize(self, count: int, *, now: float) -> tuple[list[int], list[int]]:
+        """Makes another number of workers those that are to train; returns who starts, and who leaves.
+
+        Those leave first that do not train, then those of the highest ranks. Those that are still leaving start last.
+        """
+        wanted = [rank for rank, worker in self._workers.items() if worker.is_wanted]
+        if count >= len(wanted):
+            others = sorted(self._workers.keys() - set(wanted), key=lambda rank: (self._workers[rank].is_running, rank))
+            chosen = others[: count - len(wanted)]
+        else:
+            last = sorted(wanted, key=lambda rank: (self._trains(self._workers[rank], now), -rank))
+            chosen = last[: len(wanted) - count]
+        for rank in chosen:
+            self._workers[rank].is_wanted = not self._workers[rank].is_wanted
+        return (chosen, []) if count >= len(wanted) else ([], chosen)
+
+    def fail(self) -> None:
+        """Records that too few workers of all hosts are left."""
+        self._has_failed = True
+
     def record_completion(self, *, now: float) -> None:
         """Records that a worker has ended with 0."""
         self._completed_at = now if self._completed_at is None else self._completed_at
@@ -124,3 +161,12 @@ class ElasticWorkers:
 
     def _trains(self, worker: _ElasticWorker, now: float) -> bool:
         return worker.is_running and (not worker.is_waiting or now - worker.started_at >= LONG_LIFE_SECONDS)
+
+
+def describe_too_few(count: int, least: int) -> str:
+    """Returns how many workers train, where that is too few.
+
+    >>> describe_too_few(1, 2)
+    '1 worker left of at least 2 (--elastic)'
+    """
+    return f"{counted(count, 'worker')} left of at least {least} (--elastic)"

@@ -190,9 +190,10 @@ class WorkerBackoff:
         meanwhile = "training waits for it" if is_last else "training continues without it"
         return f"{meanwhile}; restart in {worker.delay:g} s"
 
-    def cancel(self) -> list[int]:
-        """Restarts nobody any more; returns the workers that were to be restarted."""
-        pending = [rank for rank, worker in self._workers.items() if worker.due_at is not None]
+    def cancel(self, ranks: Iterable[int] | None = None) -> list[int]:
+        """Does not restart some workers, by default all; returns those that were to be restarted."""
+        among = self._workers if ranks is None else ranks
+        pending = [rank for rank in among if self._workers[rank].due_at is not None]
         for rank in pending:
             self._workers[rank].due_at = None
         return pending
