@@ -13,6 +13,7 @@ from tfdist.parameter_server.modes import (  # noqa: E402
 )
 from tfdist.pipeline.pipeline import Pipeline  # noqa: E402
 from tfdist.sharded_state.state_sharding import ShardedState  # noqa: E402
+from tfdist.strategies.elastic_loop import ElasticLoop  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402
@@ -23,6 +24,7 @@ from tfdist.tensor_parallel.auto_layout import auto_layout  # noqa: E402
 __all__ = [
     "Asynchronous",
     "DiLoCo",
+    "ElasticLoop",
     "FederatedAveraging",
     "LoadBalancing",
     "LocalSGD",

@@ -11,6 +11,8 @@ from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.elastic.elastic_accumulation import Accumulators, ElasticAccumulation
 from tfdist.elastic.elastic_coordination import ElasticCoordination
 from tfdist.elastic.elastic_fit import ElasticFit
+from tfdist.elastic.loop_member import LoopMember
+from tfdist.elastic.loop_state import LoopState
 from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
 from tfdist.elastic.step_variables import accumulates, accumulation_counts, accumulators_of, check_updates
 from tfdist.strategies import exchange_start
@@ -20,7 +22,6 @@ _ACCUMULATION = "_tfdist_elastic_accumulation"
 _REFUSED = {
     "communication_options": "NCCL has a fixed group of workers",
     "mode": "the updates that a lost worker has made by itself would be lost with it",
-    "load_balancing": "shares follow the speeds of a fixed group of workers",
     "shard_optimizer_state": "the parts of a lost worker would be lost with it",
 }
 
@@ -68,11 +69,17 @@ class ElasticTraining:
         self.metric_totals = totals = MetricTotals()
         self.coordination = ElasticCoordination(self._transactions, lambda is_own: totals.divide(is_first=is_own))
         patch_epoch_iterator()
+        membership = self._group.membership
         if self.starts_late or self.living_ranks:
-            self._row_shares.give_rows_to([self._group.rank] if self.starts_late else self.living_ranks)
+            self._row_shares.give_rows_to([membership.number] if self.starts_late else membership.view.members)
         else:
             self._take_no_rows()
-        self._transactions.tell(self._follow)
+        self._transactions.tell(self)
+
+    @property
+    def common_state(self) -> Any:
+        """The shares of the workers, which are equal on all."""
+        return self._row_shares.state
 
     @property
     def starts_late(self) -> bool:
@@ -95,17 +102,17 @@ class ElasticTraining:
         return [number % ranks for number in view.members]
 
     def check_runs_in_step(self) -> None:
-        """Refuses replicas outside of the steps of Keras: of a custom loop.
+        """Refuses replicas outside of steps.
 
         Raises:
-            ValueError: No step of `fit`, `evaluate` or `predict` is running.
+            ValueError: No step of `fit`, `evaluate`, `predict` or an `ElasticLoop` is running.
         """
         if not self._transactions.is_running:
             raise ValueError(
-                "An elastic strategy runs the steps of `fit`, `evaluate` and `predict`: it takes back what a step has "
-                "written when a worker is lost. Received: `strategy.run` in a loop of the program. Expected: "
-                "`model.fit`, with a `train_step` of the model's own if it must be another one, or a strategy without "
-                "`elastic`."
+                "An elastic strategy takes back what a step has written when a worker is lost, so it must know all of "
+                "it. Received: `strategy.run` outside of the steps of `fit`, `evaluate`, `predict` and `ElasticLoop`. "
+                "Expected: a call within one. Decorate the function that calls it with the `step` of a "
+                "`tfdist.strategies.ElasticLoop`, train by `model.fit`, or create the strategy without `elastic`."
             )
 
     def write_late(self) -> None:
@@ -115,6 +122,18 @@ class ElasticTraining:
     def leave(self) -> None:
         """Leaves the other workers, which train on."""
         self._group.close()
+
+    def loop_member(self, objects: Any) -> LoopMember:
+        """Returns what runs the steps of a custom loop, which write certain objects: see `LoopState`."""
+        transactions = self._transactions
+        return LoopMember(
+            transactions,
+            LoopState(objects, self._strategy(), self.metric_totals, transactions.sum_over_workers),
+            others=lambda: [self._row_shares.state],
+            overwritten=lambda: self.metric_totals.variables,
+            take_no_rows=self._take_no_rows,
+            share_metrics=self._share_metrics,
+        )
 
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
@@ -153,9 +172,12 @@ class ElasticTraining:
 
         return run_steps
 
-    def _follow(self, ranks: Sequence[int]) -> None:
-        """Other workers train than before."""
-        self._row_shares.give_rows_to(ranks)
+    def follow(self, workers: Sequence[int]) -> None:
+        """Other workers train than before: those of these numbers."""
+        self._row_shares.give_rows_to(workers)
+        self._share_metrics()
+
+    def _share_metrics(self) -> None:
         # The oldest: one that joins may not have stored all sums.
         self.metric_totals.divide(is_first=self._group.rank == self.ranks_by_age[0])
 
@@ -183,6 +205,5 @@ class ElasticTraining:
             self._accumulation_of(model).has_state_of_another()
 
     def _take_no_rows(self) -> None:
-        others = [rank for rank in range(len(self._group.addresses)) if rank != self._group.rank]
-        self._row_shares.give_rows_to(others)
+        self._row_shares.take_no_rows()
         self.metric_totals.divide(is_first=False)

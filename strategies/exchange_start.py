@@ -134,6 +134,12 @@ def step_transactions() -> StepTransactions:
     return _transactions
 
 
+def own_process() -> int:
+    """Returns which process of its rank this one is in an elastic training, counted from 1."""
+    group = step_transactions().group
+    return group.membership.number // len(group.addresses) + 1
+
+
 def _connect(view: View) -> None:
     """Exchanges with the members of another view from now on.
 

@@ -24,7 +24,7 @@ from tfdist.strategies.cluster_resolver import (
     worker_resolver,
 )
 from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
-from tfdist.strategies.exchange_start import workers_boundary
+from tfdist.strategies.exchange_start import own_process, workers_boundary
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
@@ -140,7 +140,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             check_elastic_options(
                 communication_options=nccl,
                 mode=local_mode,
-                load_balancing=load_balancing,
                 shard_optimizer_state=shard_optimizer_state,
             )
         resolver = cluster_resolver or worker_resolver()
@@ -169,7 +168,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self._batch_comparison.end_with(self)
             patch_files()
         is_elastic = elastic and self.num_workers > 1
-        self.row_shares = self._shares_of(balancing, shares, is_elastic=is_elastic)
+        self.row_shares = self._shares_of(balancing, shares, process=own_process() if is_elastic else 0)
         if is_elastic:
             self._elastic = ElasticTraining(self)
         if local_mode is not None:
@@ -306,24 +305,24 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         )
 
     def _shares_of(
-        self, balancing: LoadBalancing | None, shares: Sequence[float] | None, *, is_elastic: bool
+        self, balancing: LoadBalancing | None, shares: Sequence[float] | None, *, process: int
     ) -> RowShares | None:
         if self.num_workers == 1:  # also where the program of a cluster runs alone
             return None
         checked = checked_shares(shares, self.num_workers)
         if balancing is not None:
             balancing.limits(self.num_workers)
-        if balancing is None and checked is None and not is_elastic:
+        if balancing is None and checked is None and not process:
             return None
         host = self.extended.replica_operations.host
         counts = self.replicas_of_workers
-        return RowShares(counts, self.rank, host, checked, balancing, is_elastic=is_elastic)
+        return RowShares(counts, self.rank, host, checked, balancing, process=process)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica; see `ReplicatedStrategy.run`.
 
         Raises:
-            ValueError: With `elastic`, in a custom loop.
+            ValueError: With `elastic`, outside of the steps of Keras and of `ElasticLoop`.
         """
         if self._elastic is not None:
             self._elastic.check_runs_in_step()

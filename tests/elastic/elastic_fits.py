@@ -5,6 +5,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.callbacks import GradientAccumulation, SpikeGuard, WeightComparison
+from tfdist.compression import Policy
+from tfdist.load_balancing import share_planning
+from tfdist.strategies import ElasticLoop, LoadBalancing
 
 STEPS, _BATCH = 80, 24
 
@@ -93,7 +96,7 @@ def chief_is_lost(strategy, folder, callbacks):
 
 
 def two_are_lost(strategy, folder, callbacks):
-    """Adam, a callback that changes the learning rate, and gradients clipped by their common norm."""
+    """Adam, a callback that changes the learning rate, gradients clipped by their common norm, and moving shares."""
 
     def optimizer():
         return keras.optimizers.Adam(0.01, global_clipnorm=0.5)
@@ -125,6 +128,83 @@ def recovered(strategy, folder, callbacks):
     return _fit(strategy, folder, callbacks, _momentum, layers)
 
 
+class _Best:
+    """What a loop keeps in Python: the least validation loss of an epoch, and all of them."""
+
+    def __init__(self):
+        self.losses = []
+
+    def get_state(self):
+        """Returns the losses."""
+        return self.losses
+
+    def set_state(self, state):
+        """Takes the losses of another worker."""
+        self.losses = state
+
+
+def loop(strategy, folder, callbacks, epochs=3):
+    """A custom loop with metrics, validation, noise and state in Python, over data that is shuffled in each epoch."""
+    keras.utils.set_random_seed(3)
+    x, y = _data(5)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(_BATCH)
+    validation = tf.data.Dataset.from_tensor_slices((x[:50], y[:50])).batch(_BATCH)
+    with strategy.scope():
+        layers = [keras.layers.Dense(16, "tanh"), keras.layers.GaussianNoise(1e-12), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((12,)), *layers])
+        model.optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        model.optimizer.build(model.trainable_variables)
+        mean, largest = keras.metrics.Mean(), keras.metrics.Mean()
+        rate = tf.Variable(1.0, trainable=False)
+    best = _Best()
+    training = ElasticLoop(strategy, {"model": model, "metrics": [mean, largest], "more": (rate, best)})
+
+    def losses_of(x, y, **options):
+        return tf.reduce_mean((y - model(x, **options)) ** 2, axis=1)
+
+    def train_on_replica(x, y):
+        with tf.GradientTape() as tape:
+            losses = losses_of(x, y, training=True)
+            loss = rate * tf.reduce_sum(losses) / _BATCH
+        weights = model.trainable_variables
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        mean.update_state(losses)
+        return loss
+
+    @training.step
+    @tf.function
+    def train_step(x, y):
+        loss = strategy.reduce("SUM", strategy.run(train_on_replica, args=(x, y)), axis=None)
+        rate.assign(rate * 0.999)
+        return loss
+
+    @training.step
+    @tf.function
+    def test_step(x, y):
+        strategy.run(lambda x, y: largest.update_state(losses_of(x, y)), args=(x, y))
+
+    after_batch = [callback.on_train_batch_end for callback in callbacks(model)]
+    last = 0.0
+    for _ in training.epochs(epochs):
+        mean.reset_state()
+        for batch in training.batches(data):
+            last = train_step(*batch)
+            for call in after_batch:
+                call(0)
+        largest.reset_state()
+        for batch in training.batches(validation):
+            test_step(*batch)
+        best.losses.append([float(mean.result()), float(largest.result())])
+    weights = {f"weight {index}": weight for index, weight in enumerate(model.get_weights())}
+    steps = {"steps": training.steps, "updates": model.optimizer.iterations.numpy(), "rate": rate.numpy()}
+    return {**weights, **steps, "losses": best.losses, "last": float(last)}
+
+
+def epoch_of_loop(strategy, folder, callbacks):
+    """The first epoch of `loop`, without a loss."""
+    return loop(strategy, folder, lambda model: [], epochs=1)
+
+
 def _momentum():
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
@@ -134,7 +214,7 @@ def _dense():
 
 
 # The first one is restored by workers that join a later one.
-FITS = {fit.__name__: fit for fit in (recovered, chief_is_lost, two_are_lost, one_leaves)}
+FITS = {fit.__name__: fit for fit in (recovered, epoch_of_loop, chief_is_lost, two_are_lost, one_leaves)}
 
 
 def compiled(strategy, folder, callbacks):
@@ -200,6 +280,11 @@ def accumulated_by_a_callback(strategy, folder, callbacks):
     return _fit(strategy, folder, with_schedule, _momentum, _dense)
 
 
+def compressed_loop(strategy, folder, callbacks):
+    """A custom loop with factors and residuals of compressors."""
+    return loop(strategy, folder, callbacks)
+
+
 MORE_FITS = {
     fit.__name__: fit
     for fit in (
@@ -207,7 +292,9 @@ MORE_FITS = {
         eager,
         from_python,
         own_step,
+        loop,
         compressed,
+        compressed_loop,
         rounded,
         accumulated,
         accumulated_eagerly,
@@ -215,6 +302,24 @@ MORE_FITS = {
     )
 }
 STRATEGY_OPTIONS = {
+    "two_are_lost": {"load_balancing": LoadBalancing(every_steps=1)},
     "compressed": {"compression": {"dense/kernel": "powersgd:2", ".*": "topk:0.2"}},
+    "compressed_loop": {"compression": Policy({"dense.*/kernel": "powersgd:2", ".*": "topk:0.2"}, dense_below=0)},
     "rounded": {"compression": "int8"},
 }
+
+
+def move_shares():
+    """Replaces the plan of this process: shares move after each step, by what is the same on all workers."""
+    plan = share_planning.after_step
+
+    def after_step(state, seconds, rows, interval, devices, options, **units):
+        state = plan(state, seconds, rows, interval, devices, options, **units)
+        if options is not None:
+            living = np.flatnonzero(state[share_planning.SHARE])
+            samples = int(state[share_planning.ROWS].sum())  # a lost worker, and one that joins, have not reported all
+            state[share_planning.SHARE, living] = [1 + (samples // 5 + 7 * rank) % 11 for rank in living]
+            state[share_planning.PLANNED_SHARE] = state[share_planning.SHARE]
+        return state
+
+    share_planning.after_step = after_step

@@ -16,11 +16,13 @@ FAULTS = {
     "chief_is_lost": [(0, 100, signal.SIGKILL)],
     "two_are_lost": [(1, 60, signal.SIGKILL), (2, 60, signal.SIGKILL)],
     "one_leaves": [(1, 90, signal.SIGTERM)],
+    "loop": [(0, 110, signal.SIGKILL)],
     "compiled": [(0, 60, signal.SIGKILL)],
     "eager": [(1, 60, signal.SIGKILL)],
     "from_python": [(2, 60, signal.SIGKILL)],
     "own_step": [(0, 60, signal.SIGKILL)],
     "compressed": [(1, 60, signal.SIGKILL)],
+    "compressed_loop": [(1, 110, signal.SIGKILL)],
     "rounded": [(1, 60, signal.SIGKILL)],
     "accumulated": [(0, 60, signal.SIGKILL)],
     "accumulated_eagerly": [(1, 60, signal.SIGKILL)],
@@ -119,6 +121,7 @@ def main(folder, name=None):
             elif living and not is_complete and time.monotonic() < self._waits_until:
                 time.sleep(0.25 * self._trained.steps_per_execution)
 
+    elastic_fits.move_shares()
     fits = elastic_fits.FITS if name is None else {name: getattr(elastic_fits, name)}
     for name, fit in fits.items():
         print(f"training: {name}", flush=True)
@@ -128,6 +131,8 @@ def main(folder, name=None):
         faults = functools.partial(Faults, name, strategy)
         recovery = [saved(name, strategy.rank)] if name in SAVES else []
         results = fit(strategy, own, lambda model, faults=faults, recovery=recovery: [faults(model), *recovery])
+        if "load_balancing" in elastic_fits.STRATEGY_OPTIONS.get(name, {}):
+            results["shares"] = strategy.row_shares.state.numpy()
         if strategy.living_ranks:  # one that is started again computes earlier trainings by itself
             np.savez(folder / f"{name}-{strategy.rank}.npz", **results)
 

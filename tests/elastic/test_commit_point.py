@@ -77,7 +77,7 @@ def test_late_values_are_not_kept():
     training = _Training(True, True, True)
     for _ in range(3):
         training.run()
-    assert [value.numpy().item() for value in training._written.read()] == [3.0]
+    assert [value.numpy().item() for _, value in training._written.read()] == [3.0]
 
 
 def test_what_ends_this_worker_is_raised():

@@ -1,5 +1,6 @@
 """What an accumulation keeps, computes again, and leaves as it is."""
 
+import functools
 from types import SimpleNamespace
 
 import keras
@@ -12,6 +13,7 @@ from tfdist.elastic.received_state import ReceivedState
 from tfdist.elastic.step_transactions import Changes, WrittenVariables
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.membership.decisions import View
+from tfdist.strategies import MultiWorkerMirroredStrategy
 from tfdist.strategies.elastic_training import ElasticTraining
 from tfdist.training.metric_totals import MetricTotals
 
@@ -146,12 +148,17 @@ def _trained(losses):
     model.compile(keras.optimizers.Adam(0.1, gradient_accumulation_steps=3), "mse", metrics=["mae"], run_eagerly=True)
     model.optimizer.build(model.trainable_variables)
     training, transactions = object.__new__(ElasticTraining), _Transactions()
-    state = SimpleNamespace(variables=[])
+    strategy = SimpleNamespace(
+        row_shares=SimpleNamespace(state=tf.Variable(1.0)),
+        compression_state=SimpleNamespace(variables=[]),
+        metric_totals=MetricTotals(),
+    )
+    strategy.written_variables = functools.partial(MultiWorkerMirroredStrategy.written_variables, strategy)
     vars(training).update(
         _transactions=transactions,
-        _row_shares=SimpleNamespace(state=tf.Variable(1.0)),
-        _strategy=lambda: SimpleNamespace(compression_state=state),
-        metric_totals=MetricTotals(),
+        _row_shares=strategy.row_shares,
+        _strategy=lambda: strategy,
+        metric_totals=strategy.metric_totals,
     )
     model.make_train_function()
     function = training.step_function(model, "train", model.train_function)

@@ -21,7 +21,7 @@ from tfdist.strategies import MirroredStrategy
 
 _SCRIPT = Path(__file__).with_name("on_workers_elastic_fits.py")
 # 240 updates of sums that associate differently; Adam passes on the relative error of small gradients.
-_TOLERANCE = {"recovered": 1e-5, "chief_is_lost": 1e-5, "two_are_lost": 5e-5, "one_leaves": 5e-6}
+_TOLERANCE = {"epoch_of_loop": 5e-6, "recovered": 1e-5, "chief_is_lost": 1e-5, "two_are_lost": 5e-5, "one_leaves": 5e-6}
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
 
@@ -70,7 +70,7 @@ def test_weights_logs_and_predictions_are_those_of_one_process(elastic_run, one_
     expected = one_process[1][name]
     for rank in range(3):
         got = elastic_run.arrays(f"{name}-{rank}.npz")
-        assert got.keys() == expected.keys()
+        assert got.keys() - {"shares"} == expected.keys()
         for key, values in expected.items():
             tolerance = _TOLERANCE[name]
             np.testing.assert_allclose(got[key], values, rtol=tolerance, atol=tolerance, err_msg=f"{key}, {rank}")
@@ -110,7 +110,7 @@ def test_more_trainings_on_two_devices_a_worker(tmp_path, name):
     for key, values in first.items():
         for other in others:
             np.testing.assert_array_equal(other[key], values, key)
-    if name == "compressed":
+    if name.startswith("compressed"):
         return
     tolerance = 5e-3 if name == "rounded" else 1e-5
     for key, values in elastic_fits.MORE_FITS[name](MirroredStrategy(["CPU:0"]), tmp_path, lambda model: []).items():

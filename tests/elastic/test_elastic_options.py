@@ -74,15 +74,14 @@ def _goes_back(_):
 
 # By the row of the table: what is refused, and what the message says.
 _REFUSED = {
-    "custom training loops": (_custom_loop, "Received: `strategy.run` in a loop of the program"),
+    "`strategy.run` outside of the steps of Keras and `ElasticLoop`": (
+        _custom_loop,
+        "Received: `strategy.run` outside",
+    ),
     "`distribute_datasets_from_function`": (_own_data, "`load_balancing`, `shares` and `elastic`"),
     "`shard_optimizer_state=True`": (
         lambda _: _strategy(shard_optimizer_state=True),
         "`shard_optimizer_state` does not work with `elastic`: the parts of a lost worker would be lost",
-    ),
-    "`load_balancing=True`": (
-        lambda _: _strategy(load_balancing=True),
-        "`load_balancing` does not work with `elastic`: shares follow the speeds of a fixed group",
     ),
     "`LocalSGD`": (lambda _: _strategy(mode=LocalSGD(sync_every=2)), "Received: mode=LocalSGD"),
     "`DiLoCo`": (lambda _: _strategy(mode=DiLoCo(sync_every=2)), "Received: mode=DiLoCo"),
@@ -147,6 +146,6 @@ def test_the_strategies_of_a_process_are_all_elastic_or_none(is_elastic, monkeyp
 
 def test_it_may_be_turned_off_for_a_script_that_elastic_runs_start(monkeypatch):
     monkeypatch.setenv("TFDIST_ELASTIC", "1")
-    with pytest.raises(ValueError, match="`load_balancing` does not work with `elastic`"):
-        MultiWorkerMirroredStrategy(load_balancing=True)
-    MultiWorkerMirroredStrategy(load_balancing=True, elastic=False)
+    with pytest.raises(ValueError, match="`shard_optimizer_state` does not work with `elastic`"):
+        MultiWorkerMirroredStrategy(shard_optimizer_state=True)
+    MultiWorkerMirroredStrategy(shard_optimizer_state=True, elastic=False)

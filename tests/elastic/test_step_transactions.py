@@ -1,9 +1,11 @@
 """What a step has written is taken back; what it has created cannot be."""
 
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
-from tfdist.elastic.step_transactions import WrittenVariables
+from tfdist.elastic.step_transactions import StepTransactions, WrittenVariables
 from tfdist.exchange.exchange_errors import ExchangeError
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -47,3 +49,24 @@ def test_what_each_step_sets_may_be_created():
     before = written.read()
     created.append(tf.Variable(3.0))
     written.take_back(before)
+
+
+class Follower:
+    def __init__(self, common_state):
+        self.common_state = common_state
+
+
+def test_a_worker_that_joins_gets_what_all_have_in_common():
+    def transactions(*values):
+        followers = [Follower(tf.Variable(value)) for value in values]
+        made = StepTransactions(SimpleNamespace(connected_view=None), lambda: None, lambda view: None)
+        for follower in followers:
+            made.tell(follower)
+        return made, followers
+
+    (trained, of_trained), (joins, of_joining) = transactions([1.5], [2.0], [3.0]), transactions([0.0], [0.0])
+    del of_trained[1]
+    values = trained.common_states()
+    assert values == [[1.5], None, [3.0]]
+    joins.use_common_states(values)
+    assert [one.common_state.numpy().tolist() for one in of_joining] == [[1.5], [0.0]]

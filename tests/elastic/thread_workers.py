@@ -116,10 +116,14 @@ class ThreadWorker:
         self.exchange = group.exchange(view)
         self._ranks = [] if view is None else self.membership.ranks(view)
         self._state = _Total(writes_late=bool(self.rank % 2))
-        transactions = self.transactions = StepTransactions(
-            group, lambda: self.exchange.failure, self._connect, self._sum
+        self.transactions = transactions = StepTransactions(
+            group, lambda: self.exchange.failure, self._connect, self._sum_over_workers
         )
         self.has_started = True
+        self._train_with(transactions)
+
+    def _train_with(self, transactions: StepTransactions) -> None:
+        group = self.group
         if transactions.is_alone:
             receiver = group.ask_for_state(0)
             assert receiver is not None and receiver.state is not None
@@ -156,7 +160,7 @@ class ThreadWorker:
             raise tf.errors.InvalidArgumentError(None, None, refusal)
         self._state.values = self._state.values + total
 
-    def _sum(self, values: Any) -> Any:
+    def _sum_over_workers(self, values: Any) -> Any:
         return self.exchange.channel(STEPS).all_reduce(np.array(values))
 
     def _give_state(self) -> None:
@@ -259,9 +263,9 @@ class ThreadWorkers:
 
 
 @contextmanager
-def training(size: int, **options: Any) -> Iterator[ThreadWorkers]:
+def training(size: int, group: type[ThreadWorkers] = ThreadWorkers, **options: Any) -> Iterator[ThreadWorkers]:
     """Within this context `size` workers train."""
-    workers = ThreadWorkers(size, **options)
+    workers = group(size, **options)
     try:
         for rank in range(size):
             workers.start(rank)

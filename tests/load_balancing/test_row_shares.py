@@ -67,6 +67,43 @@ def test_reports_of_all_replicas_add_up():
     assert shares.stats()[0].share == pytest.approx(1 / 3)
 
 
+def elastic(rank, process=1):
+    return RowShares((1, 1, 1), rank, "CPU:0", None, LoadBalancing(every_steps=1, smoothing=0.0), process=process)
+
+
+def elastic_step(shares, rows, seconds):
+    """All workers but the last one make a step, whose reports the last one may only repeat."""
+    reports = [
+        one.report(rank, tf.constant([time, float(count), 10.0]), count)
+        for rank, (one, time, count) in enumerate(zip(shares, seconds, rows, strict=False))
+    ]
+    total = tf.add_n(reports)
+    for one in shares:
+        one.add_step(total)
+
+
+def test_who_repeats_steps_follows_the_shares_of_the_others_through_losses():
+    """Worker 1 is lost, and worker 2 joins; the one that repeats sees only what they report."""
+    trained, late = [elastic(0), elastic(1)], elastic(2, process=3)
+    for one in trained:
+        one.give_rows_to([0, 1])
+    late.take_no_rows()
+    late.state.assign(trained[0].state)
+    for seconds in (0.1, 0.4), (0.1, 0.4), (0.1, 0.4):
+        elastic_step([*trained, late], [30, 30], seconds)
+    assert trained[0].stats()[0].share > 0.75
+    trained[0].give_rows_to([0])
+    assert not np.array_equal(trained[0].state, late.state)
+    elastic_step([trained[0], late], [60], [0.2])
+    np.testing.assert_array_equal(trained[0].state, late.state)
+    assert [int(end) for _, end in late.bounds(60)] == [60]  # behind those of worker 0: none
+    assert late.bounds(60)[0][0] == 60
+    for one in (trained[0], late):
+        one.give_rows_to([0, 2 + 2 * 3])
+    np.testing.assert_array_equal(trained[0].state, late.state)
+    assert [int(end) for one in (trained[0], late) for _, end in one.bounds(60)] == [30, 60]
+
+
 def moved():
     shares = shares_of(options=LoadBalancing(every_steps=1, smoothing=0.0))
     for _ in range(3):

@@ -5,6 +5,7 @@ import pytest
 
 from tfdist.load_balancing.share_planning import (
     HOLD,
+    ROWS,
     SECONDS,
     SECONDS_PER_ROW,
     SHARE,
@@ -12,6 +13,7 @@ from tfdist.load_balancing.share_planning import (
     WAITED_SECONDS,
     LoadBalancing,
     after_step,
+    among,
     checked_shares,
     initial_state,
     load_balancing_of,
@@ -219,3 +221,95 @@ def test_bounds_divide_batches_of_any_size():
 def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+class ElasticWorkers(Workers):
+    """Workers of which some are lost and join."""
+
+    def change(self, *processes):
+        """Other processes compute than before, by rank; 0 stands for none."""
+        self.state = among(self.state, np.array(processes), self.devices, self.options)
+
+
+def measured(**options):
+    """Three workers of which the second has half the speed, after some divisions."""
+    workers = ElasticWorkers([1.0, 0.5, 1.0], options=LoadBalancing(**options))
+    workers.change(1, 1, 1)
+    workers.run(60)
+    assert workers.shares == pytest.approx([0.4, 0.2, 0.4], abs=0.05)
+    return workers
+
+
+def test_those_that_are_left_keep_their_proportions_and_a_joiner_has_the_mean():
+    workers = measured()
+    before = workers.state[SHARE]
+    workers.change(0, 1, 1)
+    assert workers.state[SHARE].tolist() == [0, *before[1:]]
+    assert workers.state[SECONDS_PER_ROW, 0] == 0
+    workers.change(2, 1, 1)
+    assert workers.shares[0] == pytest.approx(1 / 3)
+    assert workers.shares[1] / workers.shares[2] == pytest.approx(before[1] / before[2])
+
+
+def test_a_lost_worker_gets_no_rows_and_does_not_wait_in_later_steps():
+    workers = measured()
+    waited = workers.state[WAITED_SECONDS, 0]
+    workers.change(0, 1, 1)
+    workers.run(100)
+    assert workers.shares[0] == 0 and workers.shares[1] == pytest.approx(1 / 3, abs=0.05)
+    assert workers.state[WAITED_SECONDS, 0] == waited
+
+
+def test_the_speed_of_a_joiner_is_measured():
+    workers = measured()
+    workers.change(0, 1, 1)
+    workers.speeds[0] = 0.25
+    workers.change(2, 1, 1)
+    workers.run(100)
+    assert workers.shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_share": 0.45}, {"max_share": (0.5, 0.3, 1.0)}])
+def test_changes_without_a_step_between_them_are_as_one(options):
+    one, two = measured(**options), measured(**options)
+    one.change(0, 1, 1)
+    one.change(0, 1, 0)
+    one.change(2, 1, 4)
+    two.change(2, 1, 4)
+    np.testing.assert_array_equal(one.state, two.state)
+    before = one.state.copy()
+    one.change(2, 1, 4)
+    np.testing.assert_array_equal(one.state, before)
+
+
+def test_shares_keep_their_limits_as_far_as_the_workers_that_are_left_can():
+    workers = measured(max_share=(0.45, 1.0, 0.45))
+    workers.change(1, 1, 0)
+    assert workers.shares == pytest.approx([0.45, 0.55, 0.0], abs=1e-5)
+    workers.change(1, 0, 0)
+    assert workers.shares == [1, 0, 0]
+    workers = measured(max_share=0.45)
+    workers.change(1, 0, 3)
+    assert workers.shares == pytest.approx([0.5, 0, 0.5])
+    workers.run(60)
+    assert sum(workers.shares) == 1
+
+
+def test_shares_that_are_refuted_do_not_return_after_a_loss():
+    workers = measured()
+    before = workers.shares
+    workers.clock = lambda seconds: seconds * np.array([0.25, 1.0, 1.0])  # worker 0 claims to be faster than it is
+    for _ in range(200):
+        workers.run(1)
+        if workers.state[HOLD, 0] > 0:
+            break
+    assert workers.state[HOLD, 0] > 0 and workers.shares == before
+    workers.change(1, 1, 0)
+    assert workers.shares[0] / workers.shares[1] == pytest.approx(before[0] / before[1])
+
+
+def test_fixed_shares_are_those_of_the_workers_that_are_left():
+    state = among(initial_state([1, 2, 3]), np.array([1, 1, 1]), [1, 2, 3], None)
+    state = after_step(state, np.array([0.1, 0.2, 0.3]), np.array([1.0, 2.0, 3.0]), 0.0, [1, 1, 1], None)
+    state = among(state, np.array([1, 0, 1]), [1, 2, 3], None)
+    assert state[SHARE].tolist() == [1, 0, 3] and state[ROWS].tolist() == [1, 2, 3]

@@ -199,6 +199,7 @@ class ElasticFit(LastCallback):
         state = self._training_state()
         state.adopt_accumulation_steps(received)  # `GradientAccumulation` sets them only when the epoch begins
         state.restore(received, rank, ranks, metrics=False)
+        self._transactions.use_common_states(received.metadata["common_states"])
         self._take_no_rows(self.model)
 
     def _take_values_of_oldest(self) -> None:
@@ -237,6 +238,7 @@ class ElasticFit(LastCallback):
             "position": position.to_json(),
             "changes": asdict(self._transactions.changes),
             "recoveries": [recovery.state_to_join() for recovery in self._recoveries],
+            "common_states": self._transactions.common_states(),
         }
         return encode_state(snapshot, metadata)
 

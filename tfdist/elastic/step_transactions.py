@@ -153,6 +153,19 @@ class _Outcome:
     error: Exception | None = None
 
 
+class Follower(Protocol):
+    """What divides the rows of steps among the workers that train."""
+
+    @property
+    def common_state(self) -> Any:
+        """A variable that has the same value on all workers."""
+        ...
+
+    def follow(self, workers: Sequence[int]) -> None:
+        """Other workers train than before: those of these numbers."""
+        ...
+
+
 class StepTransactions:
     """Runs steps, and again those during which a worker is lost, on the same data with the workers that are left.
 
@@ -181,7 +194,7 @@ class StepTransactions:
     ) -> None:
         self._sum = sum_over_workers
         self.group, self._failure, self._connect = group, failure, connect
-        self._followers: list[weakref.WeakMethod[Callable[[list[int]], None]]] = []
+        self._followers: list[weakref.ref[Follower]] = []
         self.fits = 0
         self._handles = handles
         self._commit_point: CommitPoint | None = None
@@ -193,9 +206,20 @@ class StepTransactions:
         self.changes = Changes()
         self.may_join = True
 
-    def tell(self, follower: Callable[[list[int]], None]) -> None:
-        """Calls a method with the ranks that train whenever they change, as long as its object lives."""
-        self._followers.append(weakref.WeakMethod(follower))
+    def tell(self, follower: Follower) -> None:
+        """Tells an object of changes of the workers as long as it lives."""
+        self._followers.append(weakref.ref(follower))
+
+    def common_states(self) -> list[Any]:
+        """Returns the values of what followers have in common with those of other workers, as JSON."""
+        followers = [follower() for follower in self._followers]
+        return [None if one is None else one.common_state.numpy().tolist() for one in followers]
+
+    def use_common_states(self, values: Sequence[Any]) -> None:
+        """Gives followers the values of another worker, which has created them in the same order."""
+        for follower, value in zip(self._followers, values, strict=False):
+            if (one := follower()) is not None and value is not None:
+                one.common_state.assign(value)
 
     @property
     def is_running(self) -> bool:
@@ -230,6 +254,10 @@ class StepTransactions:
     def is_oldest(self) -> bool:
         """Whether this worker is the oldest of those that run the present step, or have run the last one."""
         return self._view.members[:1] == (self.group.membership.number,)
+
+    def sum_over_workers(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the workers' tensors. All call this, within a step or `run_alone`."""
+        return self._sum(value)
 
     def value_of_oldest(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value of the oldest worker. All call this, within a step or `run_alone`."""
@@ -372,9 +400,9 @@ class StepTransactions:
             except WorkerLostError as error:
                 self.group.membership.report_failure(view, error.rank)
                 continue
-            for follow in [method() for method in self._followers]:
-                if follow is not None:
-                    follow(self.group.membership.ranks(view))
+            for follower in [one() for one in self._followers]:
+                if follower is not None:
+                    follower.follow(view.members)
             before, now = set(self._view.members or view.members), set(view.members)
             joined = len(now - before) + (self._view == NO_VIEW)
             seconds = time.monotonic() - began

@@ -83,7 +83,7 @@ def optimizers_of(model: Any) -> Iterator[Any]:
         for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
             yield from each(inner)
 
-    yield from each(model.optimizer)
+    yield from each(getattr(model, "optimizer", None))  # a model that was never compiled has none
     for value in _within(model):
         if isinstance(value, keras.optimizers.Optimizer):
             yield from each(value)

@@ -57,40 +57,51 @@ class RowShares:
         shares: Sequence[float] | None,
         options: LoadBalancing | None,
         *,
-        is_elastic: bool = False,
+        process: int = 0,
     ) -> None:
         """Creates the variable on `host`, the CPU device of this worker, for workers with these numbers of `devices`.
 
         The first `shares` are changed to keep the limits of `options`; by default workers share by their numbers of
-        devices. `options` say how shares follow the measured speeds; `None` if they are fixed. With `is_elastic`
-        `give_rows_to` is called.
+        devices. `options` say how shares follow the measured speeds; `None` if they are fixed. Where workers may be
+        lost, this is the `process` of its rank, counted from 1, and `give_rows_to` is called.
         """
         self._devices, self._rank, self._options = tuple(devices), rank, options
         self._host = host
         first: Sequence[float] = shares or devices
         if options is not None:
             first = planning.within_limits(first, options.limits(len(devices)))
-        self._is_elastic = is_elastic
+        self._process = process
         self._first = planning.whole_shares(first)
         with tf.init_scope(), tf.device(host):
+            # Apart from the shares, which are equal on all workers, as a worker that joins repeats steps without rows.
+            self._takes_rows = ResourceVariable(1, dtype=tf.int64, trainable=False, name="takes_rows")
             self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
         self.timers = [StepTimer(host) for _ in range(devices[rank])]
 
-    def bounds(self, rows: int | tf.Tensor) -> list[tuple[Any, Any]]:
+    def bounds(self, rows: int | tf.Tensor, *, is_filled: bool = False) -> list[tuple[Any, Any]]:
         """Returns the first row and the end of the rows of each local replica in a global batch of `rows`.
 
-        They are ints if `rows` is one and the shares are fixed, otherwise int32 scalars.
+        They are ints if `rows` is one and the shares are fixed, otherwise int32 scalars. If they are to be filled, a
+        worker that takes no rows has the first ones of the batch, one for each replica, as far as there are so many.
         """
-        if self._options is None and not self._is_elastic and isinstance(rows, int):
+        num_devices = self._devices[self._rank]
+        if self._options is None and not self._process and isinstance(rows, int):
             first, end = planning.row_bounds(self._first, rows)[self._rank : self._rank + 2]
         else:
             with tf.device(self._host):
                 shares = tf.cast(tf.convert_to_tensor(self._state)[planning.SHARE], tf.int64)
                 total, count = tf.reduce_sum(shares), tf.cast(rows, tf.int64)
-                before = tf.reduce_sum(shares[: self._rank])
-                ends = tf.stack([before, before + shares[self._rank]])
+                before, own = tf.reduce_sum(shares[: self._rank]), shares[self._rank]
+                if self._process:
+                    own *= self._takes_rows
+                ends = tf.stack([before, before + own])
                 first, end = tf.unstack(tf.cast((ends * count + total // 2) // total, tf.int32))
-        num_devices = self._devices[self._rank]
+                if self._process and is_filled:
+                    takes = tf.cast(self._takes_rows, tf.int32)
+                    first, end = (
+                        first * takes,
+                        end * takes + (1 - takes) * tf.minimum(num_devices, tf.cast(rows, tf.int32)),
+                    )
         ends_of_replicas = [first + index * (end - first) // num_devices for index in range(num_devices + 1)]
         return [*zip(ends_of_replicas, ends_of_replicas[1:], strict=False)]
 
@@ -104,7 +115,11 @@ class RowShares:
         if measured is None:
             return own_rows
         after = _OF_REPLICA * (sum(self._devices) - replica - 1)
-        return tf.concat([tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after]), own_rows], axis=0)
+        parts = [tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after])]
+        if self._process:  # says who computes the step
+            is_first = replica == sum(self._devices[: self._rank])
+            parts.append(tf.one_hot(self._rank, len(self._devices), float(self._process if is_first else 0)))
+        return tf.concat([*parts, own_rows], axis=0)
 
     def add_step(self, report: tf.Tensor) -> None:
         """Stores the sum of the replicas' reports of a training step, and divides the rows again if it is time."""
@@ -113,11 +128,21 @@ class RowShares:
             changed = tf.numpy_function(self._after_step, [state, report], tf.float64, stateful=False)
             self._state.assign(tf.ensure_shape(changed, state.shape))
 
-    def give_rows_to(self, ranks: Sequence[int]) -> None:
-        """Divides rows among some workers only, in proportion to the first shares. Call this eagerly."""
-        state = self._state.numpy()
-        state[planning.SHARE] = [share if rank in ranks else 0 for rank, share in enumerate(self._first)]
-        self._state.assign(state)
+    def give_rows_to(self, workers: Sequence[int]) -> None:
+        """Divides rows among some workers only, this one too. Call this eagerly.
+
+        `workers` are numbers, of which the remainder by the number of ranks is the rank, and the quotient says which
+        process of that rank it is, counted from 0.
+        """
+        processes, ranks = np.zeros(len(self._devices)), len(self._devices)
+        for number in workers:
+            processes[number % ranks] = number // ranks + 1
+        self._state.assign(planning.among(self._state.numpy(), processes, self._first, self._options))
+        self._takes_rows.assign(1)
+
+    def take_no_rows(self) -> None:
+        """Leaves rows to others until the next call of `give_rows_to`. Call this eagerly."""
+        self._takes_rows.assign(0)
 
     @property
     def state(self) -> Any:
@@ -154,4 +179,7 @@ class RowShares:
         seconds = np.maximum.reduceat(of_replicas[:, 0], first)
         rows = np.add.reduceat(of_replicas[:, 1], first)
         interval = float(np.max(of_replicas[:, 2]))
+        if self._process:
+            processes = report[_OF_REPLICA * sum(self._devices) :][: len(self._devices)]
+            state = planning.among(state, processes, self._first, self._options)
         return planning.after_step(state, seconds, rows, interval, self._devices, self._options)

@@ -15,19 +15,24 @@ from tfdist.utils.argument_checks import is_number, is_whole_number
 
 # The rows of the state, a float64 array of shape [STATE_ROWS, workers]. The first is what `row_bounds` divides by; the
 # others are measurements: since the rows were divided last, and since the strategy was created.
-SHARE = 0  # positive; once rows have been divided, the worker's rows of the largest batch
+SHARE = 0  # 0 if the worker is lost; once rows have been divided, the worker's rows of the largest batch
 SECONDS_PER_ROW = 1  # smoothed; 0 if unknown
 IGNORED = 2  # how many of the next measurements are not used; equal for all workers, as the numbers of steps are
 BATCH_ROWS = 3  # rows of the largest batch since the last division; equal for all workers
 SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS = 4, 5, 6
 STEPS, ROWS, SECONDS, WAITED_SECONDS = 7, 8, 9, 10
-# These and all later rows, except shares, are equal for all workers. An interval is the seconds between two steps.
+# These and all later rows, except shares and processes, are equal for all workers. An interval is the seconds between
+# two steps.
 SINCE_INTERVALS, SINCE_SQUARES = 11, 12  # the sum of the intervals and that of their squares
 # The shares with the shortest interval so far, its mean, and the variance of that mean; 0 if unknown.
 FASTEST_SHARE, FASTEST_INTERVAL, FASTEST_VARIANCE = 13, 14, 15
 HELD, HOLD = 16, 17  # how many more times rows are not divided, and how many the last refutation has cost
-STATE_ROWS = 18
+# Where workers may be lost: which process of a rank computes, counted from 1, 0 if none; and the shares that the last
+# division has given to workers that still compute, 0 for others.
+PROCESS, PLANNED_SHARE = 18, 19
+STATE_ROWS = 20
 
+_SINCE = SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS, BATCH_ROWS, SINCE_INTERVALS, SINCE_SQUARES
 # A division must be predicted to shorten steps by this factor: otherwise noise moves rows to and fro.
 _LEAST_GAIN = 1.03
 # Rows are moved in units, so that there are few sizes (each costs XLA a compilation, oneDNN a search for a kernel).
@@ -168,7 +173,7 @@ def after_step(
     state[STEPS] += 1
     state[ROWS] += rows
     state[SECONDS] += seconds
-    state[WAITED_SECONDS] += np.max(seconds) - seconds
+    state[WAITED_SECONDS] += np.where(state[SHARE] > 0, np.max(seconds) - seconds, 0.0)
     if options is None:
         return state
     if state[IGNORED, 0] > 0:
@@ -185,27 +190,71 @@ def after_step(
     return _divided_again(state, devices, options, units) if state[SINCE_STEPS, 0] >= options.every_steps else state
 
 
+def among(
+    state: np.ndarray, processes: np.ndarray, first_shares: Sequence[float], options: LoadBalancing | None
+) -> np.ndarray:
+    """Returns the state in which certain processes of the workers compute; the same one if they did so before.
+
+    Workers that stay keep their speeds and the proportions of their shares; a joiner has the mean of their shares until
+    its speed is measured. The result depends on the last step and on who computes now, but not on changes in between: a
+    worker that repeats the steps of others sees only who has computed each of them.
+
+    >>> state = among(initial_state([1, 1, 1]), np.array([1, 1, 0]), [1, 1, 1], None)
+    >>> state[SHARE].tolist(), among(state, np.array([0, 1, 2]), [1, 1, 1], None)[SHARE].tolist()
+    ([1.0, 1.0, 0.0], [0.0, 1.0, 1.0])
+
+    Args:
+        state: The state before.
+        processes: Which process of each rank computes, counted from 1; 0 if none. Of shape [workers].
+        first_shares: The shares of workers of which no speed is known.
+        options: Their `max_share` is kept, unless the workers that are left could not compute a batch then.
+    """
+    if np.array_equal(state[PROCESS], processes):
+        return state
+    state = state.copy()
+    for row in (SECONDS_PER_ROW, PLANNED_SHARE):
+        state[row, state[PROCESS] != processes] = 0.0
+    state[PROCESS] = processes
+    for row in (*_SINCE, FASTEST_INTERVAL, FASTEST_VARIANCE, HELD, HOLD):
+        state[row] = 0.0
+    state[IGNORED] = _IGNORED_STEPS
+    living = [worker for worker, process in enumerate(processes) if process > 0]
+    planned = state[PLANNED_SHARE, living].tolist()
+    known = [share for share in planned if share > 0]
+    mean = _total(known) / len(known) if known else 0.0
+    shares = [share or mean or first_shares[worker] for worker, share in zip(living, planned, strict=True)]
+    if options is not None:
+        limits = options.limits(len(processes))
+        shares = within_limits(shares, [limits[worker] for worker in living])
+    state[SHARE] = 0.0
+    state[SHARE, living] = whole_shares(shares)
+    return state
+
+
 def _divided_again(state: np.ndarray, devices: Sequence[int], options: LoadBalancing, units: int) -> np.ndarray:
     """Updates the seconds per row, divides the rows by them if that saves time, and begins to measure from zero."""
-    workers = state.shape[1]
-    for worker in range(workers):
+    workers = [worker for worker, share in enumerate(state[SHARE]) if share > 0]
+    for worker in workers:
         if state[SINCE_ROWS, worker] > 0:
             measured = state[SINCE_SECONDS, worker] / state[SINCE_ROWS, worker]
             before = state[SECONDS_PER_ROW, worker] or measured
             state[SECONDS_PER_ROW, worker] = options.smoothing * before + (1.0 - options.smoothing) * measured
-    batch, is_idle = int(state[BATCH_ROWS, 0]), bool(np.any(state[SINCE_ROWS] == 0))
+    batch, is_idle = int(state[BATCH_ROWS, 0]), bool(np.any(state[SINCE_ROWS, workers] == 0))
     slowest = float(np.max(state[SECONDS_PER_ROW]))
     # A worker that had no rows counts as the slowest one until it is measured.
-    costs = [cost or slowest for cost in state[SECONDS_PER_ROW].tolist()]
+    costs = [cost or slowest for cost in state[SECONDS_PER_ROW, workers].tolist()]
     may_move = _checked_by_intervals(state)
-    for row in (SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS, BATCH_ROWS, SINCE_INTERVALS, SINCE_SQUARES):
+    for row in _SINCE:
         state[row] = 0.0
-    planned = plan_rows(batch, costs, devices, options.limits(workers), units) if may_move else None
+    limits = options.limits(state.shape[1])
+    bounds = [devices[worker] for worker in workers], [limits[worker] for worker in workers]
+    planned = plan_rows(batch, costs, *bounds, units) if may_move else None
     if planned is None:
         return state
-    present = [share * batch / _total(state[SHARE]) for share in state[SHARE].tolist()]
+    present = [share * batch / _total(state[SHARE]) for share in state[SHARE, workers].tolist()]
     if is_idle or _step_seconds(present, costs) > _LEAST_GAIN * _step_seconds(planned, costs):
-        state[SHARE] = planned
+        state[SHARE, workers] = planned
+        state[PLANNED_SHARE] = state[SHARE]
         state[IGNORED] = _IGNORED_STEPS
     return state
 
@@ -228,7 +277,7 @@ def _checked_by_intervals(state: np.ndarray) -> bool:
     error = math.sqrt(variance + float(state[FASTEST_VARIANCE, 0]))
     is_other = fastest > 0 and bool(np.any(state[SHARE] != state[FASTEST_SHARE]))
     if is_other and mean > fastest + _REFUTING_ERRORS * error:
-        state[SHARE] = state[FASTEST_SHARE]
+        state[SHARE] = state[PLANNED_SHARE] = state[FASTEST_SHARE]
         state[IGNORED] = _IGNORED_STEPS
         state[HOLD] = min(max(2.0 * float(state[HOLD, 0]), 1.0), _LONGEST_HOLD)
         state[HELD] = state[HOLD]

@@ -19,6 +19,10 @@ class MetricTotals:
         """The sums."""
         return [total for _, total in self._totals.values()]
 
+    def of(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns the sums of Keras variables of metrics; `None` for those that were not stored."""
+        return [self._totals.get(id(variable), (None, None))[1] for variable in variables]
+
     def store(self, variables: Sequence[Any], totals: Sequence[tf.Tensor]) -> None:
         """Stores the sums after a step, on one replica of this worker."""
         for variable, total in zip(variables, totals, strict=True):

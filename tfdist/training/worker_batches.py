@@ -227,8 +227,12 @@ class SharedRows:
 
 
 def own_rows(data: Any, strategy: Any) -> Any:
-    """Returns `data` with the rows of each local replica in place of complete batches."""
-    return _divided(data, strategy)[0] if is_complete(data) else data
+    """Returns `data` with the rows of each local replica in place of complete batches.
+
+    A worker that repeats the steps of others computes on a row for each replica, and its results are not used: code of
+    the program may not be able to compute on none.
+    """
+    return _divided(data, strategy, is_filled=True)[0] if is_complete(data) else data
 
 
 def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank: int) -> tf.data.Dataset:
@@ -259,7 +263,7 @@ def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank:
     return dataset if devices == 1 else several_of_each(dataset, devices, lambda data, number: data)
 
 
-def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
+def _divided(data: Any, strategy: Any, *, is_filled: bool = False) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
     """Returns `data` with the rows of each local replica, with all rows, their number, and the bounds of replicas."""
     whole = tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data)
     counted = first_input(whole)
@@ -267,7 +271,7 @@ def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, A
         marked = [leaf for leaf in tf.nest.flatten(data) if is_complete(leaf)]
         counted = next(leaf.values[0] for leaf in marked if has_rows(leaf.values[0]))
     rows = number_of_samples(counted)
-    bounds = strategy.row_shares.bounds(rows)
+    bounds = strategy.row_shares.bounds(rows, is_filled=is_filled)
 
     def part_of(leaves: list[Any], replica: int) -> list[Any]:
         return list(rows_between(leaves, counted, *bounds[replica]))

@@ -1,0 +1,228 @@
+"""Custom training loops whose workers may be lost and join while the others train."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data_position.dataset_source import DatasetSource
+from tfdist.elastic.loop_member import LoopMember, LoopPosition
+from tfdist.utils.json_state import from_json, to_json
+
+
+class ElasticLoop:
+    """A custom training loop that continues when workers are lost, and that workers join, as `fit` does.
+
+    Its steps are functions; a call of one counts on all workers or on none. If a worker is lost meanwhile, what the
+    call has written is taken back, and the function is called again with the same arguments; those that are left
+    compute the rows of the lost one. A worker that joins takes over `state` between two batches, and continues at that
+    place of the loop: `epochs` begins with the epoch of the others, and `batches` with their batch. See
+    `docs/elastic.md`.
+
+    Under other strategies, and without `elastic`, the functions are called as they are.
+
+    >>> import keras
+    >>> import tensorflow as tf
+    >>> from tfdist.strategies import ElasticLoop, MirroredStrategy
+    >>> strategy = MirroredStrategy(["CPU:0"])  # or MultiWorkerMirroredStrategy(), under `tfdist run --elastic`
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    ...     optimizer = keras.optimizers.SGD(0.1)
+    ...     optimizer.build(model.trainable_variables)
+    ...     mean_loss = keras.metrics.Mean()
+    >>> loop = ElasticLoop(strategy, [model, optimizer, mean_loss])
+    >>> def on_replica(x, y):
+    ...     with tf.GradientTape() as tape:
+    ...         losses = tf.reduce_sum((y - model(x)) ** 2, axis=1)
+    ...         loss = tf.nn.compute_average_loss(losses, global_batch_size=4)
+    ...     weights = model.trainable_variables
+    ...     optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+    ...     mean_loss.update_state(losses)
+    >>> @loop.step
+    ... @tf.function
+    ... def train_step(x, y):
+    ...     strategy.run(on_replica, args=(x, y))
+    >>> data = tf.data.Dataset.from_tensor_slices((tf.ones([8, 1]), tf.ones([8, 1]))).batch(4)
+    >>> for epoch in loop.epochs(2):
+    ...     mean_loss.reset_state()
+    ...     for x, y in loop.batches(data):
+    ...         train_step(x, y)
+    ...     print(epoch, round(float(mean_loss.result()), 3))
+    0 0.68
+    1 0.088
+
+    Attributes:
+        epoch: The present epoch.
+        batch: How many batches the present pass has drawn, by workers that were there before, too.
+        steps: How many batches all passes have drawn.
+    """
+
+    def __init__(self, strategy: Any, state: Any) -> None:
+        """Creates the loop. All workers call this at the same place of the program.
+
+        Args:
+            strategy: The strategy under which the loop trains.
+            state: All that its steps write: models, layers, optimizers, metrics, variables and random generators, in
+                lists or dicts. Their variables exist already. And objects with `get_state` and `set_state`, which a
+                worker that joins gets, too; what they return and take is JSON, NumPy arrays or scalars.
+
+        Raises:
+            ValueError: With `elastic`: something in `state` cannot be taken back or sent.
+        """
+        elastic = getattr(strategy, "_elastic", None)
+        self._strategy = strategy
+        self._member: LoopMember | None = None if elastic is None else elastic.loop_member(state)
+        self.epoch = self.batch = self.steps = 0
+        self._passes = 0  # over data that have begun in this epoch, besides those within other passes
+        self._is_in_pass = self._has_begun = self._has_epochs = False
+        self._resumes_at: LoopPosition | None = None
+        self._sources: list[tuple[Any, DatasetSource]] = []  # in the order of their first use
+        self._finished: list[tuple[int, int]] = []  # see `LoopPosition`
+        self._their_seeds: tuple[Any, ...] = ()
+        self._missing: dict[int, list[int]] = {}  # what others have drawn from datasets that this worker has not used
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function whose calls are steps of the loop; a decorator.
+
+        A step writes nothing but the loop's `state`: anything else would not be taken back. `strategy.run` is called
+        in steps only.
+
+        Args:
+            function: Computes on a batch, in training or evaluation; a `tf.function`, or one that calls some. All
+                workers call it in the same order. What it returns is what the call returns.
+        """
+        return function if self._member is None else self._member.step(function)
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yields the numbers of epochs from 0 to `number - 1`; on a worker that joins, from the epoch of the others.
+
+        Raises:
+            ValueError: It is the second call for this loop.
+            JoinError, TimeoutError: This worker joins, and none that trains sends its state.
+        """
+        if self._has_epochs:
+            raise ValueError(
+                "The epochs of an ElasticLoop are numbered once, so that a worker that joins finds its place. "
+                "Received: a second call of `epochs`. Expected: one. Create another ElasticLoop for further epochs."
+            )
+        self._has_epochs = True
+        self._begin()
+        first = 0 if self._resumes_at is None else self._resumes_at.epoch
+        for self.epoch in range(first, number):
+            if self.epoch > 0:  # passes before the first epoch belong to it
+                self._passes = 0
+            yield self.epoch
+
+    def batches(self, dataset: Any, steps: int | None = None) -> Iterator[Any]:
+        """Yields the batches of a pass over data; on a worker that joins, from the batch of the others.
+
+        Workers join between two of these batches, but not within a pass that is a part of another one, as a validation
+        every 100 batches. Datasets are created before the loop, and the passes of an epoch draw from them in the same
+        order. Do not count batches by `enumerate` or `islice`, which begin with 0 on a worker that joins, but read
+        `batch`.
+
+        Args:
+            dataset: A `tf.data.Dataset` of global batches, or one that the strategy has distributed.
+            steps: After how many batches the pass ends, if not with the data.
+
+        Raises:
+            ValueError: The data is of another kind; or this worker joins, and its data or the passes of its program
+                are others.
+        """
+        self._begin()
+        number, source = self._source(dataset)
+        is_inner, position, own_pass, outer_batch = self._is_in_pass, self._resumes_at, self._passes, self.batch
+        if not is_inner:
+            self._passes += 1
+        if position is not None and (self.epoch, own_pass) < (position.epoch, position.passes):
+            return
+        drawn, member = 0, None if is_inner else self._member
+        if position is None:
+            source.replay_iterators(self._missing.pop(number, ()))
+            iterator = source.iterator()
+        else:
+            iterator, drawn = self._resumed(position, own_pass, number, source), position.batch
+
+        def here() -> LoopPosition:
+            order = to_json(source.order(drawn), name="data")
+            seeds = tuple(_seeds(one) for _, one in self._sources)
+            return LoopPosition(
+                self.epoch, own_pass, drawn, self.steps, number, tuple(self._finished), order=order, seeds=seeds
+            )
+
+        restore_signal = (lambda: None) if member is None else member.handle_signal()
+        self._is_in_pass = True
+        try:
+            while steps is None or drawn < steps:
+                try:
+                    batch = next(iterator)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    break
+                drawn, self.steps = drawn + 1, self.steps + 1
+                self.batch = drawn
+                yield batch
+                if member is not None:
+                    member.after_batch(here)
+        finally:
+            self._is_in_pass, self.batch = is_inner, outer_batch if is_inner else drawn
+            self._finished.append((number, drawn))
+            restore_signal()
+
+    def _begin(self) -> None:
+        if not self._has_begun and self._member is not None:
+            self._resumes_at = self._member.begin()
+            self._their_seeds = () if self._resumes_at is None else self._resumes_at.seeds
+        self._has_begun = True
+
+    def _source(self, dataset: Any) -> tuple[int, DatasetSource]:
+        for number, (known, source) in enumerate(self._sources):
+            if known is dataset:
+                return number, source
+        if isinstance(dataset, tf.data.Dataset):
+            distributed = self._strategy.experimental_distribute_dataset(dataset)
+        elif isinstance(dataset, tf.distribute.DistributedDataset):
+            distributed = dataset
+        else:
+            raise ValueError(
+                f"Invalid data of an ElasticLoop. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset of "
+                "global batches, or one that `strategy.experimental_distribute_dataset` has distributed. Make one by "
+                "`tf.data.Dataset.from_tensor_slices(arrays).batch(size)`, or by `from_generator`."
+            )
+        if self._member is not None:
+            distributed = self._strategy._carry_counts(distributed, None)
+        source = DatasetSource(None, distributed, self._strategy)
+        if self._member is not None:
+            source.track_position(None)
+        number = len(self._sources)
+        if number < len(self._their_seeds) and _seeds(source) != self._their_seeds[number]:
+            raise _other_data(f"seeds {_seeds(source)} of dataset {number}", f"{self._their_seeds[number]}")
+        self._sources.append((dataset, source))
+        return number, source
+
+    def _resumed(self, position: LoopPosition, own_pass: int, number: int, source: DatasetSource) -> Any:
+        """Returns an iterator over the rest of a pass, after this worker has taken over the state of another one."""
+        assert self._member is not None
+        theirs, ours = (position.epoch, position.passes, position.dataset), (self.epoch, own_pass, number)
+        if theirs != ours:
+            raise _other_data(f"epoch, pass and dataset {ours}, counted from 0", f"{theirs}")
+        self._resumes_at = None
+        for dataset, count in position.finished:
+            self._missing.setdefault(dataset, []).append(count)
+        source.replay_iterators(self._missing.pop(number, ()))
+        source.restore(from_json(position.order), position.batch, True)
+        iterator = source.iterator_at(position.batch)
+        self._finished, self.steps = list(position.finished), position.steps
+        self._member.resume()  # after data, whose code may draw from random generators
+        return iterator
+
+
+def _seeds(source: DatasetSource) -> Any:
+    return to_json(source.order(None)["seeds"], name="data")
+
+
+def _other_data(received: str, expected: str) -> ValueError:
+    return ValueError(
+        f"A worker that joins an ElasticLoop draws other data than the others. Received: {received}. Expected: "
+        f"{expected}. Create the datasets before the loop, alike on all workers, and draw from them in the same order "
+        "in each epoch, by `loop.epochs` and `loop.batches`."
+    )
