@@ -3,6 +3,7 @@
     python benchmarks/elastic.py                   all parts: 15 minutes on two cores
     python benchmarks/elastic.py --parts cost      steps with and without `--elastic`, in turns; two workers
     python benchmarks/elastic.py --parts faults    three workers, of which one after the other is killed and joins again
+    python benchmarks/elastic.py --parts random --minutes 30    kills and stops at random, and what they change
     python benchmarks/elastic.py --from-json       prints and draws the last results again
 
 *cost*: the median time from the end of a step to the end of the next, in runs that alternate.
@@ -12,20 +13,30 @@ a new process is ready to its first step with rows; the slowest step of the othe
 in which steps were made that count, beside the same faults under `tfdist run --max-restarts` with
 `FailureRecovery`, which saves every ten steps.
 
+*random*, only if asked for: three workers, of which one is killed, or stopped for 15 s, every 20 to 40 s, with a
+limit of silence of 3 s. Weights at the end beside those of one process, and what the faults have cost.
+
 Writes `elastic.json` and `elastic.png` to `benchmarks/results`.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
+import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from elastic_run.worker import _MILLION
 from network_run.machine import machine_info
 
@@ -34,24 +45,46 @@ _FILE = _ROOT / "results" / "elastic.json"
 _WORKER = _ROOT / "elastic_run" / "worker.py"
 _WARM_UP_STEPS = 10
 _COSTS = {"10 M parameters": (10 * _MILLION, 60), "steps of 5 ms": (20_000, 400)}
+_SECONDS_BETWEEN_FAULTS, _STOPPED_SECONDS = (20.0, 40.0), 15.0
+_SECONDS_OF_RANDOM_STEP = 0.075  # about
 _ELASTIC, _RESTARTS = "elastic", "restarts"
 
 Event = tuple[str, int, int, list[int], float]  # kind, rank, step, ranks that train, time in seconds since 1970
 
 
-def run(workers: int, options: list[str], **training: Any) -> tuple[list[Event], str]:
-    """Runs a training; returns its events in the order of time, and the output of the launcher."""
-    settings = {"kills": [], "pause_seconds": 0.0, "saves_every": 0, **training}
+@dataclasses.dataclass
+class Run:
+    """What a training has left: events in the order of time, the output of the launcher, and weights by rank."""
+
+    events: list[Event]
+    output: str
+    weights: dict[int, list[np.ndarray]]
+
+
+def run(workers: int, options: list[str], disturb: Callable[[Path, Any], None] | None = None, **training: Any) -> Run:
+    """Runs a training. Meanwhile `disturb` gets its folder and process, if given."""
+    settings = {"kills": [], "pause_seconds": 0.0, "saves_every": 0, "optimizer": "adam", **training}
     paths = os.pathsep.join(map(str, (_ROOT, _ROOT.parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with tempfile.TemporaryDirectory() as folder:
+    environment |= {} if disturb is None else {"TFDIST_SILENCE_LIMIT": "3"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
-        command += [str(_WORKER), folder, json.dumps(settings)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stdout + done.stderr)
-        events = [json.loads(line) for file in Path(folder).glob("*.jsonl") for line in file.read_text().splitlines()]
-    return sorted(events, key=lambda event: event[4]), done.stderr
+        command += [str(_WORKER), name, json.dumps(settings)]
+        with (folder / "output").open("w+") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            if disturb is not None:
+                disturb(folder, process)
+            process.wait()
+            output.seek(0)
+            said = output.read()
+        if process.returncode:
+            raise SystemExit(said)
+        events = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+        weights = {
+            int(file.stem.rpartition("-")[2]): list(np.load(file).values()) for file in folder.glob("weights-*.npz")
+        }
+    return Run(sorted(events, key=lambda event: event[4]), said, weights)
 
 
 def step_times(events: list[Event], rank: int) -> list[float]:
@@ -66,8 +99,8 @@ def measure_cost(rounds: int) -> dict[str, Any]:
     for name, (parameters, steps) in _COSTS.items():
         pairs = []
         for _ in range(rounds):
-            plain, _ = run(2, [], parameters=parameters, steps=steps)
-            elastic, _ = run(2, ["--elastic", "1"], parameters=parameters, steps=steps)
+            plain = run(2, [], parameters=parameters, steps=steps).events
+            elastic = run(2, ["--elastic", "1"], parameters=parameters, steps=steps).events
             pairs.append([1000 * statistics.median(step_times(events, 0)) for events in (plain, elastic)])
             print(f"  {name}: {pairs[-1][0]:.2f} ms, elastic {pairs[-1][1]:.2f} ms", file=sys.stderr, flush=True)
         results[name] = pairs
@@ -80,8 +113,9 @@ def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[st
     faults = [[20 + number * spacing, number % 3] for number in range(kills)]
     training = {"parameters": parameters, "steps": 20 + kills * spacing, "kills": faults}
     training["pause_seconds"] = pause_seconds
-    elastic, output = run(3, ["--elastic", "1"], **training)
-    restarts, _ = run(3, ["--max-restarts", str(kills)], saves_every=10, **training)
+    of_elastic = run(3, ["--elastic", "1"], **training)
+    elastic, output = of_elastic.events, of_elastic.output
+    restarts = run(3, ["--max-restarts", str(kills)], saves_every=10, **training).events
     usual = statistics.median(step_times(elastic, 1) + step_times(elastic, 2))
     pauses, joins, slowest = [], [], []
     for kill in (event for event in elastic if event[0] == "kill"):
@@ -105,6 +139,61 @@ def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[st
         "curves": {_ELASTIC: _drawn(curve(elastic)), _RESTARTS: _drawn(curve(restarts))},
         "kills": [event[4] - elastic[0][4] for event in elastic if event[0] == "kill"],
     }
+
+
+def measure_random(minutes: float, seed: int) -> dict[str, Any]:
+    """Returns what faults at random have cost, and the largest difference of a weight to those of one process."""
+    choose, faults = random.Random(seed), []
+
+    def disturb(folder: Path, process: Any) -> None:
+        while process.poll() is None:
+            time.sleep(choose.uniform(*_SECONDS_BETWEEN_FAULTS))
+            living = _living(folder)
+            if len(living) < 2 or process.poll() is not None:
+                continue
+            victim, kind = choose.choice(living), choose.choice(["kill", "kill", "stop"])
+            pid = int((folder / f"pid-{victim}").read_text())
+            faults.append([kind, victim, time.time()])
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            if kind == "stop":
+                time.sleep(_STOPPED_SECONDS)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    steps = round(minutes * 60 / _SECONDS_OF_RANDOM_STEP / 1000) * 1000
+    training = {"parameters": _MILLION, "steps": steps, "optimizer": "sgd"}
+    elastic = run(3, ["--elastic", "1"], disturb, pause_seconds=0.05, **training)
+    one = run(1, [], **training).weights[0]
+    times = [event for event in elastic.events if event[0] == "step"]
+    pauses: dict[str, list[float]] = {"kill": [], "stop": []}
+    usual = statistics.median(step_times(elastic.events, 0))
+    for kind, victim, at in faults:
+        of_others = [event for event in times if event[1] != victim]
+        last = max(event[2] for event in of_others if event[4] <= at)
+        later = next((event[4] for event in of_others if event[2] > last), None)
+        if later is not None:
+            pauses[kind].append(later - at - usual)
+    differences = [
+        max(float(np.abs(own - theirs).max()) for own, theirs in zip(weights, one, strict=True))
+        for weights in elastic.weights.values()
+    ]
+    return {
+        "steps": steps,
+        "faults": {kind: sum(fault[0] == kind for fault in faults) for kind in pauses},
+        "pauses_ms": {kind: [1000 * pause for pause in of_kind] for kind, of_kind in pauses.items()},
+        "goodput": goodput(elastic.events, usual),
+        "largest_difference": max(differences),
+        "largest_weight": max(float(np.abs(weight).max()) for weight in one),
+        "seconds": times[-1][4] - times[0][4],
+        "launcher": elastic.output.strip().splitlines()[-1],
+    }
+
+
+def _living(folder: Path) -> list[int]:
+    """Returns the ranks that trained when the last step was made."""
+    last = [json.loads(lines[-1]) for file in folder.glob("*.jsonl") if (lines := file.read_text().splitlines())]
+    steps = [event for event in last if event[0] == "step"]
+    return max(steps, key=lambda event: event[4])[3] if steps else []
 
 
 def curve(events: list[Event]) -> list[list[float]]:
@@ -143,6 +232,16 @@ def report(results: dict[str, Any]) -> None:
             print(f"| {name} | {statistics.median(values):.0f} ms | {max(values):.0f} ms | {len(values)} |")
         shares = faults["goodput"]
         print(f"\nGoodput {shares[_ELASTIC]:.1%}; with restarts {shares[_RESTARTS]:.1%}. {faults['launcher']}")
+    if "random" in results:
+        found = results["random"]
+        print(f"\n{found['steps']} steps in {found['seconds'] / 60:.1f} minutes, faults {found['faults']}")
+        for kind, pauses in found["pauses_ms"].items():
+            if pauses:
+                print(f"{kind} to the next step: median {statistics.median(pauses):.0f} ms, at most {max(pauses):.0f}")
+        print(
+            f"Goodput {found['goodput']:.1%}; largest difference to one process {found['largest_difference']:.1e}, of "
+            f"weights up to {found['largest_weight']:.2f}. {found['launcher']}"
+        )
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -161,9 +260,11 @@ def draw(results: dict[str, Any]) -> None:
 def main() -> None:
     """Measures, or reads the last results, and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["cost", "faults"], default=["cost", "faults"])
+    parser.add_argument("--parts", nargs="+", choices=["cost", "faults", "random"], default=["cost", "faults"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the part random")
+    parser.add_argument("--seed", type=int, default=0, help="of the part random")
     parser.add_argument("--from-json", action="store_true")
     arguments = parser.parse_args()
     results = json.loads(_FILE.read_text()) if _FILE.exists() else {}
@@ -176,6 +277,8 @@ def main() -> None:
                 measure_faults(arguments.kills, _MILLION, 0.05),
                 measure_faults(2, 10 * _MILLION, 0.05),
             ]
+        if "random" in arguments.parts:
+            results["random"] = measure_random(arguments.minutes, arguments.seed)
         _FILE.write_text(f"{json.dumps(results, indent=1)}\n")
     report(results)
     if "faults" in results:

@@ -62,8 +62,8 @@ class FailureRecovery(LastCallback):
 
     In elastic training the workers that train save together, also while others are missing. A worker that starts later
     takes the state of another one in place of that of a checkpoint, and saves with the others when it trains with them.
-    The signals, and `request_exit`, make a single worker leave, without a save; if they reach all, these save first
-    (`docs/elastic.md`).
+    The signals, unless the program handles them itself, and `request_exit` make a single worker leave, without a save;
+    if they reach all, these save first (`docs/elastic.md`). A second signal to a worker ends its process at once.
 
     A finished training is marked: `fit` of the same program then warns, trains nothing and returns the same History,
     unless it is asked for more epochs. A training that a callback ends by `stop_training` is finished, too. One that
@@ -156,6 +156,8 @@ class FailureRecovery(LastCallback):
         self._iterator = training_iterator(self.model)
         timeout = self._store.peer_timeout_seconds
         self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
+        if self._coordination.is_chief:
+            warn_lost_callback_state(self.others)
         sequence, self._attempt, self._is_locked = None, "", False
         if not self._coordination.starts_late:  # otherwise `join` follows, or `train_alone`
             sequence, self._attempt = self._coordination.decide("resume", self._choose)
@@ -171,6 +173,7 @@ class FailureRecovery(LastCallback):
         self._first_sequence = self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         self._saved_progress: TrainingProgress | None = None
+        self._committed: list[TrainingProgress] = []  # of the last checkpoint, on the worker that has committed it
         self._preemption = self._ray_notices = None
         if isinstance(self._coordination, WorkerCoordination):
             self._listen(self._coordination)
@@ -244,7 +247,7 @@ class FailureRecovery(LastCallback):
             self._heartbeat.phase("finished")
             self._heartbeat = None  # no step follows an `evaluate` with this callback
 
-    # What an elastic training asks.
+    # What an elastic training asks: see `tfdist.elastic.elastic_fit.Recovery`.
 
     @property
     def progress(self) -> TrainingProgress:
@@ -296,7 +299,7 @@ class FailureRecovery(LastCallback):
         if self._saved_progress != self._progress:
             self._save(is_last=True)
         self._writer.wait()
-        self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
+        self._say_preempted()
 
     def finish_saves(self) -> None:
         """Waits for what is being written, and logs its error."""
@@ -337,7 +340,6 @@ class FailureRecovery(LastCallback):
 
     def _choose(self) -> tuple[int | None, str]:
         """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
-        warn_lost_callback_state(self.others)
         self._lock_directory()
         self._state.check_workers_see(self._store.directory)
         checkpoint = choose_checkpoint(self._store)
@@ -378,13 +380,13 @@ class FailureRecovery(LastCallback):
             if isinstance(callback, WeightComparison):
                 callback.compare()  # the weights of one worker are saved
         rank, num_workers, progress = self._coordination.rank, self._coordination.num_workers, self._progress
-        saving = self._coordination.begin_save(is_last=is_last)
+        saving = self._coordination.begin_save(self.model, is_last=is_last)
         if saving is None:
             self._schedule.saved()
             return
         is_chief = saving.chief == rank
         # What is written must not change with `self`, which a later `fit` may use while an earlier one still writes.
-        store, attempt, on_written = self._store, self._attempt, self._report_saved
+        store, attempt, on_written, committed = self._store, self._attempt, self._report_saved, self._committed
         sequence = self._coordination.sequence_of_save(self._first_sequence, self._next_sequence)
         metadata = {
             "progress": asdict(progress),
@@ -405,7 +407,7 @@ class FailureRecovery(LastCallback):
 
         def write() -> None:
             snapshot.finish()
-            store.save(
+            saved = store.save(
                 sequence,
                 attempt,
                 rank=rank,
@@ -416,7 +418,10 @@ class FailureRecovery(LastCallback):
                 worker_files=snapshot.worker_files,
                 saving=saving,
             )
-            if on_written is not None and is_chief:  # the chief's write ends after those of all ranks
+            if saved is None:  # not the chief, or given up
+                return
+            committed[:] = [progress]
+            if on_written is not None:  # the chief's write ends after those of all ranks
                 on_written(sequence, progress.step)
 
         self._writer.submit(write)
@@ -430,9 +435,13 @@ class FailureRecovery(LastCallback):
         assert isinstance(self._coordination, WorkerCoordination) and self._preemption is not None
         self._writer.wait()
         self._coordination.wait_to_exit()  # the chief has committed
-        self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
+        self._say_preempted()
         self._preemption.mark_exiting()
         exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=self._coordination.num_workers == 1)
+
+    def _say_preempted(self) -> None:
+        saved = "saved" if self._progress in self._committed else "not saved"
+        self._say(f"preempted: {saved} after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
 
     def _say(self, message: str) -> None:
         if self._coordination.is_chief and self.params.get("verbose"):

@@ -54,11 +54,11 @@ class SpikeGuard(keras.callbacks.Callback):
     """Takes back a training step whose loss or gradient norm jumps, as if its batch did not exist.
 
     A step has jumped if its loss, or the norm of its gradients before clipping, is not finite, or above `max(mean +
-    deviations * standard deviation, factor * mean)` of the last `window` steps that count. Then nothing of the step
-    remains: weights, slots, counters, metrics, batch statistics, averages, seeds and states of compressors are those
-    before it, and `fit` continues with the next batch. The values are those of the global batch, bit-identical on all
-    workers, so all take back the same steps. The loss is that of the log "loss", without later batches and epochs: a
-    model with a separate `train_step` has it if it logs its loss as "loss", and otherwise the norm alone counts.
+    deviations * standard deviation, factor * mean)` of the last `window` steps that count, unless these were equal.
+    Then nothing of the step remains: weights, slots, counters, metrics, batch statistics, averages, seeds and states of
+    compressors are those before it, and `fit` continues with the next batch. The values are those of the global batch,
+    bit-identical on all workers, so all take back the same steps. The loss is that of the log "loss", for this batch
+    alone: a model with a separate `train_step` has it if it logs its loss as "loss"; otherwise the norm alone counts.
 
     Each step that jumps is logged by one worker as a warning, appended to `spikes`, and given to `on_spike`. Callbacks
     see its batch with the logs of the step before. `FailureRecovery` saves the statistics, and workers that join an
@@ -126,6 +126,11 @@ class SpikeGuard(keras.callbacks.Callback):
         check_whole_number("window", window, at_least=1)
         warm_up = max(window // 2, 1) if warm_up is None else warm_up
         check_whole_number("warm_up", warm_up, at_least=1)
+        if warm_up > window:
+            raise ValueError(
+                f"Invalid `warm_up`. Received: warm_up={warm_up}, window={window}. Expected: at most `window`, as no "
+                "more steps are kept."
+            )
         check_whole_number("most_in_a_row", most_in_a_row, at_least=0)
         if go_back_steps is not None:
             check_whole_number("go_back_steps", go_back_steps, at_least=1)

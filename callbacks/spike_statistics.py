@@ -26,7 +26,7 @@ class SpikeLimit:
     def of(self, values: Any) -> float:
         """Returns the limit after steps with these values; infinity before the end of the warm-up.
 
-        The sums are exact, so that all workers compute the same limit.
+        Equal values say nothing about deviations. The sums are exact, so that all workers compute the same limit.
 
         >>> SpikeLimit(window=4, warm_up=2, deviations=2.0, factor=1.5).of([1.0, 3.0])
         4.0
@@ -37,6 +37,8 @@ class SpikeLimit:
             return math.inf
         mean = math.fsum(values) / len(values)
         deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+        if deviation == 0:
+            return self.factor * mean if self.factor > 1 and mean > 0 else math.inf
         return max(mean + self.deviations * deviation, self.factor * mean)
 
 

@@ -39,7 +39,7 @@ class WeightComparison(keras.callbacks.Callback):
     without an error. Every `every_steps` steps each worker hashes the weights and the optimizer's variables of its
     devices, and the workers exchange the hashes: 8 bytes a device. What more than half of the replicas have is right:
 
-    - In [elastic training](elastic.md) a worker with other bits ends with `DifferentWeightsError`. The others log which
+    - In elastic training a worker with other bits ends with `DifferentWeightsError`. The others log which
       variables differ on it, and train on; started again, it joins with their state.
     - Otherwise, and if no bits are those of more than half of the replicas, as with two workers, all workers raise
       `DifferentWeightsError`, which names replicas and variables. `tfdist run --max-restarts` with `FailureRecovery`
@@ -67,7 +67,7 @@ class WeightComparison(keras.callbacks.Callback):
         comparisons: How often the replicas were compared in this `fit`.
     """
 
-    def __init__(self, every_steps: int = 100) -> None:
+    def __init__(self, every_steps: int = 200) -> None:
         """Creates the callback.
 
         Args:
@@ -100,10 +100,12 @@ class WeightComparison(keras.callbacks.Callback):
         check_equal_replicas(type(self).__name__, self.model)
         self._strategy = training_strategy(self.model.distribute_strategy)
         self._progress, self._next = TrainingProgress(), self._every_steps
+        self._variables: dict[str, list[Any]] = {}  # looked up once an epoch
         self.comparisons = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)
+        self._variables = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress = self._progress.after_batch(last_step(self.model, batch))
@@ -123,15 +125,15 @@ class WeightComparison(keras.callbacks.Callback):
         if sum(self._strategy.replicas_of_workers) == 1:
             return
         self.comparisons += 1
-        variables = common_variables(self.model)
+        variables = self._variables = self._variables or common_variables(self.model)
         own = np.stack([hash_variables(copies) for copies in zip(*variables.values(), strict=True)])
         hashes = self._of_replicas(np.array([[hash_all(row)] for row in own]))
         verdict = vote({replica: int(row[0]) for replica, row in hashes.items()})
         # A worker that has not joined yet repeats the steps of the others, and does not vote.
         votes = any(rank == self._strategy.rank for rank, _ in hashes)
-        is_wrong = not votes and any(hash_all(row) != verdict.majority for row in own)
+        is_wrong = not votes and verdict.majority is not None and any(hash_all(row) != verdict.majority for row in own)
         if verdict.differing or is_wrong:
-            self._report(verdict, list(variables), own, is_wrong=is_wrong)
+            self._report(verdict, len(hashes), list(variables), own, is_wrong=is_wrong)
 
     def _of_replicas(self, own: Hashes) -> dict[tuple[int, int], Hashes]:
         """Returns the rows of all replicas that train, by rank and number of the device.
@@ -146,10 +148,11 @@ class WeightComparison(keras.callbacks.Callback):
             (rank, device): row[1:] for rank, rows in enumerate(received) for device, row in enumerate(rows) if row[0]
         }
 
-    def _report(self, verdict: Verdict, names: list[str], own: Hashes, *, is_wrong: bool) -> None:
+    def _report(self, verdict: Verdict, voters: int, names: list[str], own: Hashes, *, is_wrong: bool) -> None:
         """Says which variables differ. `is_wrong`: those of this worker, which repeats the steps of the others."""
-        by_variable = self._of_replicas(own)
-        found = f"{len(by_variable)} replicas after step {self._progress.step}"
+        # The others make no further exchange if they agree, so that one which joins does not know the variables.
+        by_variable = self._of_replicas(own) if verdict.differing else {}
+        found = f"{voters} replicas after step {self._progress.step}"
         if verdict.majority is None:
             differ = [len({int(row[place]) for row in by_variable.values()}) > 1 for place in range(len(names))]
             raise DifferentWeightsError(
@@ -158,13 +161,13 @@ class WeightComparison(keras.callbacks.Callback):
                 f"between two steps. {_RESTART} Three workers decide by majority. {_CAUSES}",
                 sorted({rank for rank, _ in by_variable}),
             )
-        right = next(row for replica, row in by_variable.items() if replica not in verdict.differing)
-        wrong = {self._name(replica): by_variable[replica] != right for replica in verdict.differing}
+        right = next((row for replica, row in by_variable.items() if replica not in verdict.differing), None)
+        wrong = [f"{self._name(one)}: {_named(names, by_variable[one] != right)}" for one in verdict.differing]
         ranks = sorted({rank for rank, _ in verdict.differing})
         if is_wrong:
-            wrong[f"worker {self._strategy.rank}, which joins"] = (own != right).any(axis=0)
+            wrong.append(f"worker {self._strategy.rank}, which joins: any of {len(names)} variables")
             ranks.append(self._strategy.rank)
-        received = "; ".join(f"{name}: {_named(names, differ)}" for name, differ in wrong.items())
+        received = "; ".join(wrong)
         message = (
             f"Replicas have other weights than the majority. Received: {received}; of {found}. Expected: equal bits on "
             f"all replicas between two steps. %s {_CAUSES}"

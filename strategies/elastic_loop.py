@@ -138,7 +138,8 @@ class ElasticLoop:
             return
         drawn, member = 0, None if is_inner else self._member
         if position is None:
-            source.replay_iterators(self._missing.pop(number, ()))
+            if drawn_by_others := self._missing.pop(number, None):
+                source.replay_iterators(drawn_by_others)
             iterator = source.iterator()
         else:
             iterator, drawn = self._resumed(position, own_pass, number, source), position.batch

@@ -15,6 +15,7 @@ from tfdist.elastic.loop_member import LoopMember
 from tfdist.elastic.loop_state import LoopState
 from tfdist.elastic.step_transactions import NOTHING, WrittenVariables
 from tfdist.elastic.step_variables import accumulates, accumulation_counts, accumulators_of, check_updates
+from tfdist.membership.decisions import View
 from tfdist.strategies import exchange_start
 from tfdist.training.metric_totals import MetricTotals
 
@@ -67,7 +68,9 @@ class ElasticTraining:
         self._transactions = exchange_start.step_transactions()
         self._group = self._transactions.group
         self.metric_totals = totals = MetricTotals()
-        self.coordination = ElasticCoordination(self._transactions, lambda is_own: totals.divide(is_first=is_own))
+        self.coordination = ElasticCoordination(
+            self._transactions, lambda is_own: totals.divide(is_first=is_own), self._view_of_sums
+        )
         patch_epoch_iterator()
         membership = self._group.membership
         if self.starts_late or self.living_ranks:
@@ -91,9 +94,9 @@ class ElasticTraining:
         """The ranks of the workers that train; none while this one does not train with them."""
         return tuple(self._group.membership.ranks(self._group.membership.view))
 
-    def read_metrics(self, read: Callable[[], Any]) -> Any:
-        """Returns the results of metrics: all of them before a change of the workers, or all after it."""
-        return self._transactions.run_alone(read) if tf.executing_eagerly() else read()
+    def run_alone(self, exchange: Callable[[], Any]) -> Any:
+        """Returns the result of exchanges outside of a step: all of them before a change of the workers, or after."""
+        return self._transactions.run_alone(exchange) if tf.executing_eagerly() else exchange()
 
     @property
     def ranks_by_age(self) -> list[int]:
@@ -193,6 +196,9 @@ class ElasticTraining:
         if is_new:
             found.use(self._written_by(model), Accumulators(lambda: accumulators_of(model)))
         return found
+
+    def _view_of_sums(self, model: Any) -> View | None:
+        return self._accumulation_of(model).view_of_sums if accumulates(model) else None
 
     def _written_by(self, model: Any) -> WrittenVariables:
         strategy: Any = self._strategy()

@@ -143,7 +143,7 @@ HOOKS = StrategyHooks(
     at_end=_at_end,
     local_values=lambda strategy: setting_attributes(strategy, _builds_locally=True),
     sent_bytes=lambda strategy: strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None,
-    read_metrics=lambda strategy, read: read() if strategy._elastic is None else strategy._elastic.read_metrics(read),
+    read_metrics=lambda strategy, read: read() if strategy._elastic is None else strategy._elastic.run_alone(read),
     reset_metrics=_reset_metrics,
     fit_callbacks=lambda strategy: [] if strategy._elastic is None else strategy._elastic.fit_callbacks(),
     step_function=_step_function,

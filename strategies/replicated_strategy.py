@@ -1,5 +1,6 @@
 """The base of the mirrored strategies: replicas with copies of the variables, which reduce their gradients."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
@@ -191,12 +192,12 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         replica_step = step_on_replicas(model, fn, data, self)
         with self._within_worker() if training else nullcontext(), self.divided_rows.explained():
             results = super().run(replica_step, args, kwargs, options)
-        if training and self._elastic is not None and not tf.executing_eagerly():
-            self._elastic.write_late()
         if self.row_shares is not None and is_complete(data):
             results, report = results
             if training:
                 self.row_shares.add_step(self.experimental_local_results(report)[0])
+        if training and self._elastic is not None and not tf.executing_eagerly():
+            self._elastic.write_late()
         return self._wrap_results(results)
 
     def check_batches(self) -> None:
@@ -227,7 +228,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the values of all replicas; see `tf.distribute.Strategy.gather`."""
         self._check_workers()
-        return super().gather(value, axis)
+        gather = functools.partial(super().gather, value, axis)
+        return gather() if self._elastic is None else self._elastic.run_alone(gather)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Distributes the global batches of a dataset; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
@@ -248,7 +250,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
             return [*variables, *shares, *self.compression_state.variables]
 
         totals = self.metric_totals if with_metrics else None
-        return WrittenVariables(find, lambda: () if totals is None else totals.variables)
+        return WrittenVariables(find, lambda: () if totals is None else totals.variables, writes_late=True)
 
     @property
     def metric_totals(self) -> MetricTotals | None:

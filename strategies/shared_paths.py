@@ -37,6 +37,8 @@ def share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> Share
     rows = _rows_of_workers(strategy, [[int(has_backups), 0], *([0, number] for number in numbers.values())])
     elastic = strategy._elastic
     order = list(range(strategy.num_workers)) if elastic is None else elastic.ranks_by_age
+    if strategy.rank not in order:  # this worker repeats what the others have exchanged
+        return SharedPaths(frozenset(paths), has_backups=False)
     before = order[: order.index(strategy.rank)]
     earlier = {number for rank, _, number in rows if rank in before}
     elsewhere = frozenset(path for path, number in numbers.items() if number in earlier)

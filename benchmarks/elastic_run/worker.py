@@ -13,6 +13,7 @@ import numpy as np
 
 _MILLION = 10**6
 _BATCH = 96
+_MOST_STEPS_OF_EPOCH = 1000
 
 
 def model_of(parameters: int) -> keras.Model:
@@ -38,6 +39,7 @@ class Notes(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """The process is ready to train, or to join."""
+        (self._folder / f"pid-{self._rank}").write_text(str(os.getpid()))
         self._note("ready", 0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -60,16 +62,19 @@ def main() -> None:
 
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     generator = np.random.default_rng(0)
-    x = generator.normal(size=(_BATCH * options["steps"], 32)).astype(np.float32)
+    steps = min(options["steps"], _MOST_STEPS_OF_EPOCH)
+    x = generator.normal(size=(_BATCH * steps, 32)).astype(np.float32)
     strategy = MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = model_of(options["parameters"])
-        model.compile("adam", "mse")
+        model.compile(options["optimizer"], "mse")
     callbacks = [Notes(strategy, folder, options["kills"], options["pause_seconds"])]
     if options["saves_every"]:
         callbacks.append(FailureRecovery(folder / "checkpoints", every_steps=options["saves_every"]))
-    model.fit(x, x[:, :1], batch_size=_BATCH, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+    epochs = options["steps"] // steps
+    model.fit(x, x[:, :1], batch_size=_BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    np.savez(folder / f"weights-{strategy.rank}.npz", *model.get_weights())
 
 
 if __name__ == "__main__":

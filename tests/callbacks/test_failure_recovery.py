@@ -170,6 +170,21 @@ def test_signals_are_not_handled_if_disabled(tmp_path, monkeypatch, handle):
     assert len(installed) == handle
 
 
+def test_a_last_save_that_was_given_up_is_not_reported_as_saved(tmp_path, monkeypatch, capsys):
+    """As in elastic training, within an accumulation of a lost worker."""
+    recovery = FailureRecovery(tmp_path)
+    small_model().fit(np.ones([4, 3]), np.ones([4, 3]), verbose=2, callbacks=[recovery])
+    recovery.save_to_leave()
+    recovery._progress = recovery._progress.after_batch(3)
+    monkeypatch.setattr(recovery._store, "save", lambda *arguments, **options: None)
+    recovery.save_to_leave()
+    said = [line for line in capsys.readouterr().out.splitlines() if "preempted" in line]
+    assert [line.partition(" after")[0] for line in said] == [
+        "FailureRecovery: preempted: saved",
+        "FailureRecovery: preempted: not saved",
+    ]
+
+
 def test_another_model_is_an_error_before_anything_changes(tmp_path):
     def compiled(units):
         keras.utils.set_random_seed(0)

@@ -257,7 +257,15 @@ def test_what_cannot_be_taken_back_is_refused(cpus):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"window": 0}, {"warm_up": 0}, {"most_in_a_row": -1}, {"go_back_steps": 0}, {"deviations": -1}, {"factor": "2"}],
+    [
+        {"window": 0},
+        {"warm_up": 0},
+        {"warm_up": 9, "window": 8},
+        {"most_in_a_row": -1},
+        {"go_back_steps": 0},
+        {"deviations": -1},
+        {"factor": "2"},
+    ],
 )
 def test_invalid_arguments_are_named(arguments):
     with pytest.raises(ValueError, match=f"Invalid `{next(iter(arguments))}`"):

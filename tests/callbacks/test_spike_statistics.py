@@ -18,10 +18,15 @@ LIMIT = SpikeLimit(window=4, warm_up=2, deviations=3.0, factor=2.0)
         ([1.0, 3.0], 5.0),  # the deviations
         ([-3.0, -1.0], 1.0),
         ([5.0, 5.0, 5.0, 5.0], 10.0),
+        ([0.0, 0.0], math.inf),  # a model that has learnt everything
     ],
 )
 def test_the_limit_is_the_larger_one(values, limit):
     assert LIMIT.of(values) == limit
+
+
+def test_equal_values_are_no_limit_without_a_factor():
+    assert SpikeLimit(window=4, warm_up=2, deviations=3.0, factor=1.0).of([5.0, 5.0]) == math.inf
 
 
 def test_only_values_that_were_added_in_the_window_count():

@@ -1,6 +1,7 @@
 """Weights of replicas are compared by hashes: who differs from the majority is named; otherwise nobody knows."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from fake_strategy import FakeServers, FakeStrategy
 from flipped_bits import flip_bit
+from launched_runs import launch
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import FailureRecovery, WeightComparison
@@ -129,10 +131,12 @@ class Workers(FakeStrategy):
     num_workers, replicas_of_workers, may_lose_workers, has_left, extended = 3, (1, 1, 1), True, False, None
     wrong: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    exchanges = 0
 
     def values_of_workers(self, values):
-        """The values of three workers that are as this one."""
-        rows = np.stack([values] * 3)
+        """The values of workers with the same bits, except those that are wrong."""
+        self.exchanges += 1
+        rows = np.stack([values] * self.num_workers)
         rows[:, 1:] = 7
         for rank in self.wrong:
             rows[rank, 1:] = 100 + rank
@@ -187,8 +191,18 @@ def test_a_worker_that_repeats_steps_compares_with_those_that_vote(monkeypatch, 
     strategy, error = compare(monkeypatch, rank=2, missing=(2,), replays_wrong=is_wrong)
     assert strategy.has_left == is_wrong
     assert (error is not None) == is_wrong
+    assert strategy.exchanges == 1, "the others have made no further one"
     if is_wrong:
-        assert "worker 2, which joins: kernel; of 2 replicas" in str(error)
+        assert "worker 2, which joins: any of 1 variables; of 2 replicas" in str(error)
+
+
+def test_a_worker_that_repeats_steps_repeats_how_others_name_one(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        strategy, error = compare(
+            monkeypatch, rank=2, num_workers=4, replicas_of_workers=(1,) * 4, missing=(2,), wrong=(1,)
+        )
+    assert error is None and strategy.exchanges == 2
+    assert "worker 1: kernel; of 3 replicas" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -215,3 +229,13 @@ def test_an_interval_is_a_number_of_steps():
 def test_a_cluster_of_one_worker_gathers_its_own_values():
     values = np.arange(3)
     np.testing.assert_array_equal(MultiWorkerMirroredStrategy().values_of_workers(values), [values])
+
+
+@pytest.mark.long
+@pytest.mark.multi_process
+@pytest.mark.parametrize("options", [[], ["--elastic", "1"]])
+def test_no_false_alarm_in_10_000_steps(tmp_path, options):
+    script = Path(__file__).with_name("on_workers_compared.py")
+    run = launch(tmp_path, script, options=["--workers", "3", *options]).assert_complete()
+    assert "other weights" not in run.output, run.output[-3000:]
+    assert [run.path(f"comparisons-{rank}").read_text() for rank in range(3)] == ["1000"] * 3

@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "exchange"))
 from worker_groups import joined, on_workers
 
 from tfdist.collectives.exchange_boundary import _KINDS, ExchangeBoundary, _to_bytes
+from tfdist.tensorflow_internals.late_writes import write_after
 from tfdist.tensorflow_internals.workers_launcher import WorkersLauncher
 
 DTYPES = [
@@ -54,6 +55,22 @@ def test_every_dtype_and_shape_is_sent_as_it_is(boundaries, dtype):
             assert sent.dtype == dtype and sent.shape == shape
             assert sent.numpy().tobytes() == expected.numpy().tobytes()
             assert gathered.numpy().tobytes() == expected.numpy().tobytes() + other.numpy().tobytes()
+
+
+def test_what_waits_for_exchanges_waits_for_their_checks(boundaries):
+    waits = []
+
+    def add(earlier):
+        waits.append([operation.type for operation in earlier])
+        return tf.no_op()
+
+    def traced():
+        boundaries[0].all_reduce(tf.zeros([2]))
+        boundaries[0].broadcast(tf.zeros([70_000], tf.uint8))
+        write_after([], boundaries[0].handles(), add)
+
+    tf.function(traced, autograph=False).get_concrete_function()
+    assert sorted(waits[0]) == ["Assert"] * 2 + ["QueueDequeueV2"] * 2
 
 
 def test_bits_of_a_shorter_dtype(boundaries):

@@ -119,6 +119,7 @@ class LoopWorker(ThreadWorker):
                 _elastic=self,
                 experimental_distribute_dataset=lambda dataset: dataset,
                 _carry_counts=lambda dataset, batches: dataset,
+                scope=contextlib.nullcontext,
                 compression_state=SimpleNamespace(variables=(), replicas={}),
             ),
         )

@@ -119,7 +119,7 @@ def main(folder, name=None):
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
             elif living and not is_complete and time.monotonic() < self._waits_until:
-                time.sleep(0.25 * self._trained.steps_per_execution)
+                time.sleep(0.5 * self._trained.steps_per_execution)
 
     elastic_fits.move_shares()
     fits = elastic_fits.FITS if name is None else {name: getattr(elastic_fits, name)}
@@ -128,6 +128,9 @@ def main(folder, name=None):
         own = folder / name
         own.mkdir(exist_ok=True)
         strategy = MultiWorkerMirroredStrategy(**elastic_fits.STRATEGY_OPTIONS.get(name, {}))
+        if name != "recovered" and any(folder.glob(f"{name}-?.npz")):
+            elastic_fits.skip(strategy)  # would be computed by this worker alone, which takes long
+            continue
         faults = functools.partial(Faults, name, strategy)
         recovery = [saved(name, strategy.rank)] if name in SAVES else []
         results = fit(strategy, own, lambda model, faults=faults, recovery=recovery: [faults(model), *recovery])

@@ -2,13 +2,16 @@
 
 import types
 
+import keras
 import pytest
 import tensorflow as tf
+from thread_workers import wait_until
 
 from tfdist.elastic.step_transactions import StepTransactions, WrittenVariables
 from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.membership.decisions import View
 from tfdist.membership.membership_errors import LeftWorkersError
+from tfdist.strategies import MirroredStrategy, replicated_strategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -43,7 +46,7 @@ class _Training:
         self.transactions = StepTransactions(
             self.group, lambda: self.failure, lambda view: None, handles=lambda: [self._queue.queue_ref]
         )
-        self._written = WrittenVariables(lambda: [self.weight, self.asked])
+        self._written = WrittenVariables(lambda: [self.weight, self.asked], writes_late=True)
         self.attempts = 0
 
         @tf.function(autograph=False)
@@ -116,14 +119,32 @@ def test_an_error_of_the_program_does_not_make_the_next_step_count():
     assert training.run() == (13.0 + asked + 1.0, asked + 1.0)
 
 
-def test_an_answer_to_an_earlier_step_does_not_make_a_step_count():
+def test_what_a_step_that_fails_has_asked_is_not_the_answer_to_a_later_one():
+    training = _Training(True, True, False, True)
+    training.run()
+    training.run()
+    point = training.transactions._commit_point
+    point._requests.enqueue(True)  # by the step that fails
+    wait_until(lambda: int(point._answers.size()), "it is answered")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="an error of the program"):
+        training.run(fails=True)
+    attempts = training.attempts
+    assert training.run() == (16.0, 3.0)
+    assert training.attempts == attempts + 2, "the answer was that to this step"
+
+
+def test_a_function_that_now_runs_eagerly_is_taken_back_as_a_whole():
     training = _Training(True, True, True)
-    training.run()
-    training.run()
-    training.transactions._commit_point._answers.enqueue([2, ""])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="an earlier step has failed"):
+    for _ in range(3):
         training.run()
-    assert training.weight.numpy().item() == 13.0
+    tf.config.run_functions_eagerly(True)
+    try:
+        values = training._written.read()
+        training.weight.assign([7.0])
+        training._written.take_back(values)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert training.weight.numpy().item() == 16.0
 
 
 def test_a_worker_that_repeats_steps_does_not_ask():
@@ -135,3 +156,18 @@ def test_a_worker_that_repeats_steps_does_not_ask():
     training.group.membership.is_member = True
     assert [training.run() for _ in range(4)][-1] == (31.0, 6.0)
     assert len(training._written.read()) == 1
+
+
+def test_shares_of_rows_are_written_late_too(cpus, monkeypatch):
+    """They are changed after the step of Keras, by what it reports."""
+    order = []
+    monkeypatch.setattr(replicated_strategy, "is_complete", lambda data: True)
+    monkeypatch.setattr(replicated_strategy, "step_on_replicas", lambda *_: lambda data: (data, data))
+    strategy = MirroredStrategy(cpus[:1])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    strategy.row_shares = types.SimpleNamespace(add_step=lambda report: order.append("shares"))
+    strategy._elastic = types.SimpleNamespace(write_late=lambda: order.append("late"))
+    tf.function(lambda: strategy.run(model.train_step, (tf.zeros([1, 1]),)), autograph=False).get_concrete_function()
+    assert order == ["shares", "late"]

@@ -12,7 +12,7 @@ from tfdist.elastic.elastic_accumulation import Accumulators, ElasticAccumulatio
 from tfdist.elastic.received_state import ReceivedState
 from tfdist.elastic.step_transactions import Changes, WrittenVariables
 from tfdist.exchange.exchange_errors import ExchangeError
-from tfdist.membership.decisions import View
+from tfdist.membership.decisions import NO_VIEW, View
 from tfdist.strategies import MultiWorkerMirroredStrategy
 from tfdist.strategies.elastic_training import ElasticTraining
 from tfdist.training.metric_totals import MetricTotals
@@ -171,6 +171,7 @@ def _trained(losses):
             transactions.view = View((number + 2, 0), (0, number + 2))
             transactions.failures = 1
         function(iter([(rows[:, :3], rows[:, 3:])]))
+        assert training._view_of_sums(model) == (transactions.view if (number + 1) % 3 else None)
     training.run_update(model, lambda: model.optimizer._iterations.assign_add(2))
     values = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     return [value.numpy() for value in values], transactions.changes.repeated_steps
@@ -183,6 +184,22 @@ def test_a_model_ends_with_the_bits_of_one_whose_steps_were_computed_once():
     assert repeated == 2 + 1 + 2
     for value, expected_value in zip(values, expected, strict=True):
         np.testing.assert_array_equal(value, expected_value)
+
+
+def test_the_workers_that_have_the_sums_are_those_of_the_last_training_step():
+    training = _Training()
+    seen = [training.accumulation.view_of_sums]
+    for _ in range(_STEPS):
+        training.step(1.0)
+        seen.append(training.accumulation.view_of_sums)
+    assert seen == [None, _BOTH, _BOTH, None]
+    training.step(1.0)
+    training.lose_the_other()  # noticed in a step that is no training step
+    assert training.accumulation.view_of_sums == _BOTH
+    training.step(1.0)
+    assert training.accumulation.view_of_sums == _LEFT
+    training.count.assign(1)  # a checkpoint within an accumulation
+    assert training.accumulation.view_of_sums == NO_VIEW
 
 
 def test_steps_that_the_program_takes_back_are_not_computed_again():

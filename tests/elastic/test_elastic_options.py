@@ -66,7 +66,7 @@ def _compiled_part(_):
 
 def _goes_back(_):
     strategy = object.__new__(MultiWorkerMirroredStrategy)
-    vars(strategy).update(_elastic=object())
+    vars(strategy).update(_elastic=object(), _extended=None)
     guard = SpikeGuard(go_back_steps=100)
     guard.set_model(SimpleNamespace(distribute_strategy=strategy))
     guard.on_train_begin()

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from thread_workers import Faults, ThreadWorker, training, wait_until
+from accumulating_workers import MICRO_STEPS, AccumulatingWorker, micro_steps_after
+from thread_workers import ROWS, Faults, ThreadWorker, training, wait_until
 
-from tfdist.checkpoint import CheckpointStore, SavingRanks, Shard
+from tfdist.checkpoint import Checkpoint, CheckpointStore, SavingRanks, Shard
 from tfdist.checkpoint.sharded_save import ShardedSave
 from tfdist.elastic.elastic_coordination import ElasticCoordination
 
@@ -26,7 +27,7 @@ class _Saves:
     """
 
     def __init__(self, worker: ThreadWorker, directory: Path) -> None:
-        self.worker, self.store = worker, CheckpointStore(directory, peer_timeout_seconds=60.0)
+        self.worker, self.store = worker, CheckpointStore(directory, keep=1000, peer_timeout_seconds=60.0)
         self.coordination = ElasticCoordination(worker.transactions, lambda is_own: None)
         self._following = 0
         self.before_write: Any = lambda: None
@@ -34,12 +35,12 @@ class _Saves:
 
     def _after_step(self) -> None:
         step = self.worker.membership.committed_steps
-        if step % _EVERY == 0 and (saving := self.coordination.begin_save(is_last=False)) is not None:
+        if step % _EVERY == 0 and (saving := self.coordination.begin_save(None, is_last=False)) is not None:
             self.save(step, saving)
 
     def save(self, step: int, saving: SavingRanks) -> None:
         """Writes the part of this worker."""
-        rank, total = self.worker.rank, self.worker.totals[step]
+        rank = self.worker.rank
         sequence = self.coordination.sequence_of_save(0, self._following)
         self._following = sequence + 1
         self.before_write()
@@ -48,22 +49,28 @@ class _Saves:
             "attempt",
             rank=rank,
             num_ranks=3,
-            rank_shard=Shard({"total": np.array(total)}),
-            shared_shard=Shard({"total": np.array(total)}) if saving.chief == rank else None,
+            rank_shard=self._shard(step),
+            shared_shard=self._shard(step) if saving.chief == rank else None,
             metadata={"step": step},
             saving=saving,
         )
+
+    def _shard(self, step: int) -> Shard:
+        return Shard({"total": np.array(self.worker.totals[step])})
+
+
+def _complete(directory: Path) -> list[Checkpoint]:
+    store = CheckpointStore(directory)
+    return [store.open(info.sequence) for info in store.list_checkpoints() if info.status == "complete"]
 
 
 def _steps(directory: Path) -> dict[int, tuple[int, ...]]:
     """Returns the ranks that have saved, by step; all files of a checkpoint are of its step."""
     found = {}
-    for info in CheckpointStore(directory).list_checkpoints():
-        if info.status == "complete":
-            checkpoint = CheckpointStore(directory).open(info.sequence)
-            shards = [checkpoint.read_shared(), *map(checkpoint.read_rank, checkpoint.saved_ranks)]
-            assert len({int(shard.tensors["total"]) for shard in shards}) == 1, "the checkpoint is torn"
-            found[checkpoint.metadata["step"]] = checkpoint.saved_ranks
+    for checkpoint in _complete(directory):
+        shards = [checkpoint.read_shared(), *map(checkpoint.read_rank, checkpoint.saved_ranks)]
+        assert len({int(shard.tensors["total"]) for shard in shards}) == 1, "the checkpoint is torn"
+        found[checkpoint.metadata["step"]] = checkpoint.saved_ranks
     return found
 
 
@@ -120,6 +127,75 @@ def test_a_chief_that_is_lost_before_it_commits(tmp_path: Path, monkeypatch: pyt
         workers.wait_for_steps(0, 1, 2)
         _Saves(workers.of_rank(0), tmp_path)
         wait_until(lambda: (0, 1, 2) in _steps(tmp_path).values(), "a save with the worker that has joined")
+        workers.finish()
+
+
+class _SavesOfSums(_Saves):
+    """Saves the own sums of a worker within an accumulation.
+
+    Attributes:
+        after_exchange: Whether it saves after a step by itself, which is no training step.
+        at_step: Called after each step, before it saves, with whether a save follows this step or the next one.
+    """
+
+    after_exchange = False
+
+    def __init__(self, worker: Any, directory: Path) -> None:
+        self.at_step: Any = lambda is_due, is_due_next: None
+        super().__init__(worker, directory)
+        self.coordination = ElasticCoordination(
+            worker.transactions, lambda is_own: None, lambda model: worker._accumulation.view_of_sums
+        )
+
+    def _is_due(self, step: int) -> bool:
+        micro_steps = micro_steps_after(step)
+        return micro_steps % 20 == 2 and (not self.after_exchange or micro_steps_after(step - 1) == micro_steps)
+
+    def _after_step(self) -> None:
+        step = self.worker.membership.committed_steps
+        self.at_step(self._is_due(step), self._is_due(step + 1))
+        if self._is_due(step) and (saving := self.coordination.begin_save(None, is_last=False)) is not None:
+            self.save(step, saving)
+
+    def _shard(self, step: int) -> Shard:
+        worker: Any = self.worker
+        return Shard({**super()._shard(step).tensors, "sums": worker._own_sums.value})
+
+
+def _check_sums(directory: Path) -> None:
+    """Checks that the ranks of each checkpoint have together the rows of all steps of the accumulation."""
+    for checkpoint in _complete(directory):
+        micro_steps = micro_steps_after(checkpoint.metadata["step"])
+        numbers = range(micro_steps // MICRO_STEPS * MICRO_STEPS + 1, micro_steps + 1)
+        total = sum(checkpoint.read_rank(rank).tensors["sums"] for rank in checkpoint.saved_ranks)
+        assert (total == ROWS * sum(numbers)).all(), (checkpoint.metadata, checkpoint.saved_ranks, total)
+
+
+@pytest.mark.parametrize("lost", ["before it has written", "after the step", "in an exchange before the save"])
+def test_accumulated_gradients_of_a_worker_that_is_lost_are_in_a_checkpoint_or_it_is_given_up(
+    tmp_path: Path, lost: str
+) -> None:
+    with training(3, kind=AccumulatingWorker) as workers:
+        saves = [_SavesOfSums(worker, tmp_path) for worker in workers.trained]
+        victim, steps = workers.of_rank(2), []
+
+        def end(is_here: bool = True) -> None:
+            if is_here:
+                steps.append(victim.membership.committed_steps)
+                victim.kill()
+                raise SystemExit
+
+        for own in saves:
+            own.after_exchange = lost.startswith("in")
+        _wait_for_save(tmp_path, (0, 1, 2))
+        if lost.startswith("before"):
+            saves[2].before_write = end
+        else:
+            saves[2].at_step = lambda is_due, is_due_next: end(is_due_next if lost.startswith("in") else is_due)
+        _wait_for_save(tmp_path, (0, 1))
+        workers.wait_for_steps(0, 1)
+        _check_sums(tmp_path)
+        assert steps[0] + lost.startswith("in") not in _steps(tmp_path)
         workers.finish()
 
 
@@ -183,7 +259,7 @@ def test_all_that_leave_save_first(tmp_path: Path, writes: bool) -> None:
             membership = own.worker.membership
             if not membership.leaving.issuperset({0, 1, 2}) or (own.worker.rank == 2 and not writes):
                 return
-            saving = own.coordination.begin_save(is_last=True)
+            saving = own.coordination.begin_save(None, is_last=True)
             assert saving is not None
             own.save(membership.committed_steps, saving)
             own.coordination.wait_for_commit(60.0)

@@ -1,5 +1,6 @@
 """What a custom loop trains: what is found, refused, sent and taken over."""
 
+import contextlib
 from types import SimpleNamespace
 
 import keras
@@ -10,10 +11,19 @@ import tensorflow as tf
 from tfdist.collectives import CompressionState
 from tfdist.elastic.loop_member import LoopMember
 from tfdist.elastic.loop_state import LoopState
+from tfdist.elastic.step_transactions import WrittenVariables
+from tfdist.elastic.step_variables import variables_of_steps
+from tfdist.keras_internals.seed_generators import forget_global_seed_generator, global_seed_generator
 from tfdist.strategies import ElasticLoop, MirroredStrategy
 from tfdist.training.metric_totals import MetricTotals
 
 pytestmark = pytest.mark.usefixtures("cpus")
+
+
+@pytest.fixture(autouse=True)
+def no_global_generator():
+    yield
+    forget_global_seed_generator()
 
 
 class Python:
@@ -29,7 +39,10 @@ class Python:
 
 def state_of(objects, totals=None, *, strategy=None):
     strategy = strategy or SimpleNamespace(
-        compression_state=CompressionState(), rank=1, extended=SimpleNamespace(worker_devices=("CPU:0",))
+        scope=contextlib.nullcontext,
+        compression_state=CompressionState(),
+        rank=1,
+        extended=SimpleNamespace(worker_devices=("CPU:0",)),
     )
     return LoopState(objects, strategy, totals or MetricTotals(), lambda tensor: 2 * tensor)
 
@@ -92,10 +105,15 @@ def test_another_worker_takes_over_all_but_its_counts_and_residuals():
     giver.store_metrics()
     replica = giver._strategy.compression_state.replica_state(0, "CPU:0")
     replica.entries["kernel"] = {"residual": tf.Variable([3.0]), "factor": tf.Variable([4.0])}
+    keras.random.normal([1])  # from the global generator
+    drawn = global_seed_generator().state.numpy()
+    sent = giver.snapshot()
+    forget_global_seed_generator()
     taken = MetricTotals()
     taker = state_of(theirs, taken)
     theirs[2].update_state(100.0)
-    taker.restore(giver.snapshot())
+    taker.restore(sent)
+    np.testing.assert_array_equal(global_seed_generator().state, drawn)
     for one, other in zip(
         ours[0].variables + ours[1].variables, theirs[0].variables + theirs[1].variables, strict=True
     ):
@@ -117,11 +135,54 @@ def test_sums_of_metrics_are_forgotten_when_the_program_resets_them():
     assert [float(variable) for variable in metric.variables] == [0.0, 0.0]
 
 
+def test_variables_that_a_metric_creates_in_a_step_are_known_in_the_next():
+    class Late(keras.metrics.Metric):
+        def update_state(self, value):
+            if not self.variables:
+                self.total = self.add_variable((), "zeros", name="total")
+            self.total.assign_add(value)
+
+        def result(self):
+            return self.total
+
+        def reset_state(self):
+            pass
+
+    metric, totals = Late(), MetricTotals()
+    state = state_of(metric, totals)
+    state.store_metrics()
+    assert not state.variables
+    metric.update_state(3.0)
+    state.store_metrics()
+    assert [float(variable) for variable in state.variables] == [3.0]
+    assert [float(total) for total in totals.of(metric.variables)] == [6.0]
+
+
+def test_large_metrics_are_not_summed():
+    metric, totals = keras.metrics.MeanIoU(200), MetricTotals()
+    state = state_of(metric, totals)
+    state.store_metrics()
+    assert len(state.variables) == 1 and totals.of(metric.variables) == [None]
+
+
 def test_all_workers_get_the_values_of_the_oldest():
     variable, metric = tf.Variable([1.0, 2.0]), keras.metrics.Sum()
     metric.update_state(3.0)
     state_of([variable, metric]).equalize(lambda value: 10 * value)
     assert variable.numpy().tolist() == [10.0, 20.0] and float(metric.result()) == 3.0
+
+
+def test_the_global_generator_of_keras_is_taken_back(cpus):
+    strategy = MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        model = model_of(keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+        keras.random.normal([1])
+    written = WrittenVariables(lambda: variables_of_steps(model))
+    before, seed = written.read(), global_seed_generator().state.numpy()
+    keras.random.normal([1])
+    written.take_back(before)
+    np.testing.assert_array_equal(global_seed_generator().state, seed)
 
 
 def test_without_elastic_a_loop_calls_its_functions(cpus):

@@ -49,6 +49,7 @@ def test_what_each_step_sets_may_be_created():
     before = written.read()
     created.append(tf.Variable(3.0))
     written.take_back(before)
+    assert created[0].numpy() == 0.0, "nothing is counted yet"
 
 
 class Follower:

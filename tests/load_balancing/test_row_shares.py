@@ -126,6 +126,15 @@ def test_a_checkpoint_of_an_earlier_version_restores_what_it_has():
     assert restored.stats() == moved().stats()
 
 
+def test_shares_of_workers_of_which_some_were_lost_are_not_restored():
+    one = elastic(0)
+    one.give_rows_to([0, 2])
+    for restored in (elastic(0), RowShares((1, 1, 1), 0, "CPU:0", None, LoadBalancing())):
+        before = restored.state.numpy()
+        restored.restore(one.saved())
+        np.testing.assert_array_equal(restored.state, before)
+
+
 def test_the_first_steps_after_a_restore_are_not_measured():
     """They compile and allocate, as those of a new training do."""
     shares = moved()

@@ -28,7 +28,7 @@ def _sum(y: Any, y_pred: Any) -> Any:
     [
         pytest.param(Scalar(), runs.WEIGHTS, marks=pytest.mark.long),  # the next test has it with masks
         (Scalar(reduction="mean_with_sample_weight"), runs.WEIGHTS),
-        pytest.param(Scalar(reduction="sum"), runs.WEIGHTS * 0.1, marks=pytest.mark.long),
+        (Scalar(reduction="sum"), runs.WEIGHTS * 0.1),
         pytest.param(Scalar(reduction="sum"), None, marks=pytest.mark.long),
         (_sum, runs.WEIGHTS),
     ],

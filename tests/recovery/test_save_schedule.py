@@ -1,5 +1,6 @@
 """Checkpoints are due at the same steps on all workers, whatever their clocks say."""
 
+import json
 import re
 
 import pytest
@@ -86,3 +87,19 @@ def test_invalid_seconds(value):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         SaveInterval(seconds=value)
+
+
+def test_a_worker_that_joins_continues_like_the_one_whose_state_it_has(coordinations, clock):
+    (alone,) = coordinations(1)
+    interval = SaveInterval(steps=20, seconds=4)
+    first, joined = SaveSchedule(interval, alone, 0), SaveSchedule(interval, alone, 0)
+    due = {first: [], joined: []}
+    for step in range(1, 60):
+        clock.now = 100.0 + step
+        for schedule in (first, joined) if step > 33 else (first,):
+            if schedule.is_due(step):
+                due[schedule].append(step)
+                schedule.saved()
+        if step == 33:
+            joined.resume(json.loads(json.dumps(first.state())))
+    assert due[joined] == [step for step in due[first] if step > 33] and len(due[joined]) > 4

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from tfdist.strategies.cluster_resolver import (
+    beginning_workers,
     check_workers_run_the_script,
     is_elastic_run,
     silence_limit_of_environment,
@@ -40,6 +41,17 @@ def test_elastic_variable(monkeypatch):
         with pytest.raises(ValueError, match=f"TFDIST_ELASTIC.*Received: TFDIST_ELASTIC='?{value}.*--elastic"):
             is_elastic_run(None)
         assert is_elastic_run(False) is False
+
+
+def test_number_of_workers_that_begin(monkeypatch):
+    monkeypatch.delenv("TFDIST_ELASTIC_WORKERS", raising=False)
+    assert beginning_workers(4) == 4
+    monkeypatch.setenv("TFDIST_ELASTIC_WORKERS", "2")
+    assert beginning_workers(4) == 2
+    for value in ("1", "5", "two"):
+        monkeypatch.setenv("TFDIST_ELASTIC_WORKERS", value)
+        with pytest.raises(ValueError, match=f"TFDIST_ELASTIC_WORKERS.*Received: TFDIST_ELASTIC_WORKERS='?{value}"):
+            beginning_workers(4)
 
 
 def test_silence_is_judged_by_the_launcher_if_there_is_one(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -10,7 +11,7 @@ import tensorflow as tf
 from tfdist import strategy_hooks
 from tfdist.keras_internals.saved_files import SharedPaths
 from tfdist.patches import replacements
-from tfdist.strategies import shared_paths
+from tfdist.strategies import MirroredStrategy, shared_paths
 from tfdist.strategies.replicated_hooks import HOOKS
 from tfdist.strategies.shared_paths import compare_starts, patch_files, share_paths
 
@@ -58,6 +59,23 @@ def test_the_lowest_rank_with_a_path_writes_it():
         SharedPaths(frozenset(paths), has_backups=False)
         for paths in ((), ("/run/log.csv",), ("/run/board", "/run/log.csv"), ())
     ]
+
+
+def test_a_worker_that_repeats_what_the_others_have_exchanged_writes_no_path(monkeypatch):
+    monkeypatch.setattr(Worker, "_elastic", SimpleNamespace(starts_late=False, ranks_by_age=[]))
+    assert on_workers(share_paths, (["/run/log.csv"], False)) == [SharedPaths(frozenset({"/run/log.csv"}), False)]
+
+
+def test_what_elastic_workers_gather_is_gathered_again_when_one_is_lost(cpus):
+    strategy, gathered = MirroredStrategy(cpus[:2]), []
+
+    def run_alone(exchange):
+        exchange()  # a worker is lost
+        gathered.append(exchange().numpy().tolist())
+        return gathered[-1]
+
+    strategy._elastic = SimpleNamespace(run_alone=run_alone)
+    assert strategy.gather(tf.constant([3]), axis=0) == [3] and gathered == [[3]]
 
 
 def test_all_workers_know_of_a_backup_of_one():

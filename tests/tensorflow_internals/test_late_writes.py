@@ -3,7 +3,8 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.late_writes import write_after
+from tfdist.tensorflow_internals.late_writes import check_before_writes, write_after
+from tfdist.tensorflow_internals.operation_order import leave_unordered
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -36,6 +37,16 @@ class _Steps:
             return result
 
         self._function = tf.function(traced)
+
+    @property
+    def has_waited(self):
+        """Whether the operation before the writes has run."""
+        return int(self._signal.size()) == 0
+
+    def traced_early(self):
+        """Traces the function; returns `early`."""
+        self._function.get_concrete_function()
+        return self.early
 
     def __call__(self, may_write):
         self._signal.enqueue(may_write)
@@ -116,3 +127,43 @@ def test_calls_and_conditions():
     assert steps.values == [1.0, 0.0, 0.0, 1.0]
     steps(True)
     assert steps.values == [3.0, 2.0, 2.0, 2.0]
+
+
+def test_a_check_that_fails_comes_before_what_writes_wait_for():
+    """Its result is there at once; whether it is right takes longer to find out."""
+
+    def step(exchange, weight):
+        value = exchange(weight + 1.0)
+        slow = tf.ones([400, 400])
+        for _ in range(20):
+            slow = tf.matmul(slow, slow) / 400.0
+        with tf.control_dependencies([value]):
+            is_right = tf.reduce_sum(slow) < 0.0
+        check = tf.raw_ops.Assert(condition=is_right, data=["wrong"])
+        leave_unordered(check)
+        check_before_writes(check)
+        weight.assign_add(value)
+
+    steps = _Steps(step, 0.0)
+    assert steps(True) is None
+    assert steps.early == [] and steps.values == [0.0]
+    assert not steps.has_waited
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_devices_that_wait_for_each_other(is_called):
+    """The exchange of one device waits for a sum over both, and so for what the other one has written before it."""
+
+    def sum_over_devices(value):
+        return tf.raw_ops.CollectiveReduceV2(
+            input=value, group_size=1, group_key=71, instance_key=72, ordering_token=[], merge_op="Add", final_op="Id"
+        )
+
+    def step(exchange, of_this_device, of_the_other, free):
+        summed = exchange(sum_over_devices(of_this_device.read_value()))
+        value = of_the_other.assign_add(1.0)
+        with tf.device("CPU:1"):
+            tf.function(sum_over_devices)(value) if is_called else sum_over_devices(value)
+        free.assign_add(summed)
+
+    assert _Steps(step, 0.0, 0.0, 0.0).traced_early() == [1]

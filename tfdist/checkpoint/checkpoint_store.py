@@ -78,7 +78,8 @@ class CheckpointStore:
                 chief.
 
         Returns:
-            The checkpoint on the chief, complete and on disk. None on other ranks, whose files are on disk.
+            The checkpoint on the chief, complete and on disk. None on other ranks, and if `saving` lets the chief give
+            it up.
 
         Raises:
             CheckpointError: If it cannot be written; the message contains the remedy. Earlier checkpoints are intact,

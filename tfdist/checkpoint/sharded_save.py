@@ -5,6 +5,7 @@ chief also records the files that other processes write for it: the workers whos
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ _MAX_SEQUENCE = 10**10 - 1
 _RESERVE_BYTES = 256 * 1024
 _MIN_PAUSE_SECONDS = 0.001
 _MAX_PAUSE_SECONDS = 0.05
+_VANISHED = (errno.ENOENT, errno.ESTALE)
 # Network file systems show the files of other hosts late, after some seconds at most.
 _VISIBLE_WITHIN_SECONDS = 30.0
 # How long a program that has failed waits at exit for ranks that failed with the same error.
@@ -63,11 +65,16 @@ class SavingRanks:
 
     Attributes:
         ranks: The first of them is the chief: it writes what is equal on all, and commits.
-        lost: Returns those whose files will not come if they are not there yet. The chief asks while it waits.
+        lost: Returns those whose files will not come if they are not there yet. The chief asks while it waits, and
+            completes the checkpoint without them. For one of them that is alive its own save ends without an error.
+            `None` if a save fails without all files.
+        needs_all: Whether a save in which files of one that is lost are missing is given up: nobody else has what is
+            in them.
     """
 
     ranks: tuple[int, ...]
-    lost: Callable[[], Collection[int]] = tuple
+    lost: Callable[[], Collection[int]] | None = None
+    needs_all: bool = False
 
     @property
     def chief(self) -> int:
@@ -112,7 +119,7 @@ class ShardedSave:
         The chief also makes workers write `worker_files`, if there are any.
 
         Returns:
-            The checkpoint on the chief, None on other ranks.
+            The checkpoint on the chief, None on other ranks, and if the save is given up.
 
         Raises:
             OSError: If the file system fails.
@@ -145,8 +152,12 @@ class ShardedSave:
                 self._unfinished,
                 self._saving.ranks[1:],
                 timeout_seconds=peer_timeout_seconds,
-                lost=self._saving.lost,
+                lost=self._saving.lost or tuple,
             )
+            lost_ranks = sorted({*self._saving.ranks[1:]} - peer_records.keys())
+            if lost_ranks and self._saving.needs_all:
+                self._give_up(lost_ranks)
+                return None
             records |= {rank_file(rank): record for rank, record in sorted(peer_records.items())}
             missing = tuple(rank for rank in range(self._num_ranks) if rank_file(rank) not in records)
             for rank in missing:  # a rank may have been lost before its receipt
@@ -155,8 +166,26 @@ class ShardedSave:
                 Manifest(self._sequence, self._attempt, self._num_ranks, time.time(), records, metadata, missing)
             )
         except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _VANISHED and self._is_over_without_this_rank():
+                _log.debug("Checkpoint %d was committed or given up before this rank had written.", self._sequence)
+                return None
             self._clean_up(error)
             raise
+
+    def _is_over_without_this_rank(self) -> bool:
+        may_be_left_out = not self._is_chief and self._saving.lost is not None
+        return may_be_left_out and os.path.isdir(self._directory) and not os.path.isdir(self._unfinished)
+
+    def _give_up(self, lost_ranks: list[int]) -> None:
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        _log.warning(
+            "Checkpoint %d is given up: a worker was lost before its part, which nobody else has, was written. "
+            "Received: no part of the ranks %s. Expected: all parts within an accumulation of gradients. The next "
+            "checkpoint that is due is saved. %s",
+            self._sequence,
+            lost_ranks,
+            EARLIER_INTACT,
+        )
 
     def _check_shards(self, shared_shard: Shard | None) -> None:
         if (shared_shard is not None) != self._is_chief:

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.worker_exchange import BACKGROUND, SMALL, STEPS, Exchange
+from tfdist.tensorflow_internals.late_writes import check_before_writes
 from tfdist.tensorflow_internals.operation_order import leave_unordered
 from tfdist.tensorflow_internals.runtime import reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
@@ -282,6 +283,7 @@ class _Lane:
             # between its request and the result leaves that result in the queue.
             check = tf.raw_ops.Assert(condition=tf.equal(answered, number), data=[error])
             leave_unordered(check)
+            check_before_writes(check)
             with tf.control_dependencies([check] if check is not None else []):
                 return _from_bytes(received, tensor.dtype)
 
@@ -398,7 +400,8 @@ def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
 def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype == tf.bool:
         return tf.cast(data, tf.bool)
-    return data if dtype == tf.uint8 else tf.bitcast(data, dtype)
+    # An operation in any case: it waits for the check.
+    return tf.identity(data) if dtype == tf.uint8 else tf.bitcast(data, dtype)
 
 
 def _tensor(data: Any) -> tf.Tensor:

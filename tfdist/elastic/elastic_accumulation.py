@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.elastic.step_transactions import StepTransactions, Values, Written, WrittenVariables
 from tfdist.exchange.exchange_errors import ExchangeError
-from tfdist.membership.decisions import NO_VIEW
+from tfdist.membership.decisions import NO_VIEW, View
 
 _MISSING = frozenset({-1})  # no worker has this number
 Counts = Mapping[int, tuple[int, int]]
@@ -66,6 +66,17 @@ class ElasticAccumulation:
         # Workers whose rows are in their sums, all of them; `None` if this worker does not know.
         self._holders: frozenset[int] | None = frozenset()
         self._seconds: float | None = None  # for which earlier steps were computed again, if they were
+
+    @property
+    def view_of_sums(self) -> View | None:
+        """The view of the last training step, whose members have all sums together, each a part.
+
+        `None` if nothing is accumulated; `NO_VIEW` if this worker has not made the step with others, or does not know.
+        """
+        counts = self._counts()
+        if not _is_incomplete(counts):
+            return None
+        return self._view if counts == self._last else NO_VIEW
 
     def use(self, written: Written, sums: Sums) -> None:
         """Begins another function of steps, with what they may write besides sums."""

@@ -1,6 +1,7 @@
 """How the workers of an elastic training agree on what `FailureRecovery` restores and saves."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -9,9 +10,11 @@ import tensorflow as tf
 
 from tfdist.checkpoint import SavingRanks
 from tfdist.elastic.step_transactions import StepTransactions
+from tfdist.membership.decisions import View
 
 _SAVES_OF_STEP = 4  # at most: after a step, at the end of its epoch, at the end of the training, to leave
 _LATE_SECONDS = 10.0  # for which a worker that has left waits for files of others
+_log = logging.getLogger("tfdist")
 
 
 class ElasticCoordination:
@@ -23,11 +26,17 @@ class ElasticCoordination:
     Args:
         transactions: Runs the steps.
         divide_metrics: Moves the sums of metrics over all workers to one of them; called with whether it is this one.
+        view_of_sums: Returns for a model whose members have its accumulated gradients: see `ElasticAccumulation`.
     """
 
-    def __init__(self, transactions: StepTransactions, divide_metrics: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        transactions: StepTransactions,
+        divide_metrics: Callable[[bool], None],
+        view_of_sums: Callable[[Any], View | None] = lambda model: None,
+    ) -> None:
         self._transactions, self._group = transactions, transactions.group
-        self._divide_metrics = divide_metrics
+        self._divide_metrics, self._view_of_sums = divide_metrics, view_of_sums
         self.rank, self.num_workers = self._group.rank, len(self._group.addresses)
         self._left_at: float | None = None
 
@@ -68,8 +77,11 @@ class ElasticCoordination:
         """
         return max(following, first + _SAVES_OF_STEP * self._group.membership.committed_steps)
 
-    def begin_save(self, *, is_last: bool) -> SavingRanks | None:
+    def begin_save(self, model: Any, *, is_last: bool) -> SavingRanks | None:
         """Returns the workers that have run the last step, the oldest first; `None` if this one was not among them.
+
+        Within an accumulation of gradients each worker has a part of the sums, so the save needs those of all that have
+        run the last training step. `None` if the workers are others now, on all of them.
 
         The chief gets the sums of all metrics: the part of another worker may be missing in the checkpoint. It waits
         for the part of a worker as long as it reaches that one, and before all leave, as long as no other is lost: one
@@ -78,6 +90,15 @@ class ElasticCoordination:
         view, membership = self._group.connected_view, self._group.membership
         if membership.number not in view.members:
             return None
+        view_of_sums = self._view_of_sums(model)
+        if view_of_sums not in (None, view):
+            if membership.number == view.members[0]:
+                _log.warning(
+                    "A checkpoint that is due is not saved: other workers train than those that have accumulated "
+                    "gradients in the last training step. Earlier checkpoints are intact, and the next one that is due "
+                    "is saved."
+                )
+            return None
         self._divide_metrics(membership.number == view.members[0])
         numbers = {number % self.num_workers: number for number in view.members}
 
@@ -85,7 +106,7 @@ class ElasticCoordination:
             is_over = is_last and not membership.is_in(view)
             return [rank for rank, number in numbers.items() if is_over or not self._may_write(number)]
 
-        return SavingRanks(tuple(numbers), lost)
+        return SavingRanks(tuple(numbers), lost, needs_all=view_of_sums is not None)
 
     def _may_write(self, number: int) -> bool:
         has_waited = self._left_at is not None and time.monotonic() > self._left_at + _LATE_SECONDS

@@ -1,8 +1,6 @@
 """What an elastic training does in `fit`: sends its state to workers that join, loads it on them, leaves when asked."""
 
-import functools
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -14,13 +12,14 @@ from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import start_at_epoch, training_iterator
 from tfdist.elastic.elastic_coordination import ElasticCoordination
+from tfdist.elastic.leave_signals import LeaveSignals
 from tfdist.elastic.received_state import ReceivedState, encode_state
-from tfdist.elastic.step_transactions import Changes, StepTransactions
+from tfdist.elastic.state_exchange import StateExchange
+from tfdist.elastic.step_transactions import StepTransactions
 from tfdist.elastic.step_variables import accumulates, variables_of_steps
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.saved_files import continue_files
-from tfdist.membership.state_transfer import StateReceiver
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 
@@ -98,17 +97,15 @@ class ElasticFit(LastCallback):
         self, transactions: StepTransactions, coordination: ElasticCoordination, take_no_rows: Callable[[Any], None]
     ) -> None:
         super().__init__()
-        group = self._group = transactions.group
+        self._group = transactions.group
         self._transactions, self._coordination, self._take_no_rows = transactions, coordination, take_no_rows
         self._recoveries: list[Recovery] = []
-        self._number, transactions.fits = transactions.fits, transactions.fits + 1
+        self._exchange = StateExchange(transactions)
         self._heartbeat: Heartbeat | None = None
         self._is_first = False  # whether this worker writes the files of callbacks
-        self._received: tuple[StateReceiver, ReceivedState] | None = None
-        self._reported = Changes() if group.membership.is_member else None
-        self._is_asked_to_leave = threading.Event()
-        self._handled: list[int] = []
-        self._signal: int | None = None
+        self._received: ReceivedState | None = None
+        self._is_asked_to_leave = False  # no `threading.Event`, whose lock a handler of signals could wait for
+        self._signals = LeaveSignals(self._ask_to_leave)
 
     def on_train_begin(self, logs: Any = None) -> None:
         reject_backups(self.neighbours)
@@ -123,8 +120,9 @@ class ElasticFit(LastCallback):
             self._join()
         elif self._transactions.changes.joined:
             self._transactions.run_alone(self._take_values_of_oldest)
-        self._handle_signals()
-        self._iterator.on_fit_end(self._restore_handlers)
+        numbers = {number for recovery in self._recoveries for number in recovery.handled_signals}
+        self._signals.handle(numbers if self._recoveries else {signal.SIGTERM})
+        self._iterator.on_fit_end(self._signals.restore)
         self._heartbeat = Heartbeat.of_training(self._progress.step)
         if self._heartbeat is not None:
             for recovery in self._recoveries:
@@ -133,11 +131,10 @@ class ElasticFit(LastCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._progress = self._progress.in_epoch(epoch)
         if self._received is not None:
-            receiver, received = self._received
-            self._received = None
+            received, self._received = self._received, None
             # Other callbacks and Keras have now reset metrics and moved schedules, as the others had at this place.
             self._load(received)
-            self._transactions.replay(receiver, Changes(**received.metadata["changes"]))
+            self._exchange.replay(received)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_batch(last_step(self.model, batch)), logs
@@ -145,8 +142,7 @@ class ElasticFit(LastCallback):
         if self._group.is_first and not self._is_first:
             self._is_first = True
             continue_files(self.others)
-        if self._group.donor.is_asked and self._group.membership.is_member:
-            self._give_state()
+        self._exchange.give(self._encoded_state)
         self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -163,36 +159,24 @@ class ElasticFit(LastCallback):
 
     def _report(self) -> None:
         """Reports progress to the supervisor, and changes of the workers once this one is one of them."""
-        heartbeat, changes = self._heartbeat, self._transactions.changes
-        if heartbeat is None or not self._group.membership.is_member:
-            return
-        heartbeat.step(self._progress.step)
-        if changes != self._reported:
-            self._reported = changes
-            heartbeat.membership(
-                lost=changes.lost,
-                joined=changes.joined,
-                repeated_steps=changes.repeated_steps,
-                seconds_lost=round(changes.seconds, 3),
-                training=len(self._group.membership.view.members),
-            )
+        if self._heartbeat is not None and self._group.membership.is_member:
+            self._heartbeat.step(self._progress.step)
+            self._exchange.report(self._heartbeat)
 
     def _join(self) -> None:
         """Loads the state of a worker that trains. If the others are in a later `fit`, this worker trains by itself."""
-        receiver = self._group.ask_for_state(self._number)
-        if receiver is None:
+        received = self._exchange.ask()
+        if received is None:
             for recovery in self._recoveries:
                 recovery.train_alone()
             return
-        assert receiver.state is not None
-        received = ReceivedState(receiver.state[1], len(self._group.addresses))
         progress = TrainingProgress(**received.metadata["progress"])
         self._iterator.resume_at(Position.from_json(received.metadata["position"]), replay=True)
         start_at_epoch(self.model, progress.epoch)
         self._load(received)
         for recovery, state in zip(self._recoveries, received.metadata["recoveries"], strict=True):
             recovery.join(progress, state)
-        self._progress, self._received = progress, (receiver, received)
+        self._progress, self._received = progress, received
 
     def _load(self, received: ReceivedState) -> None:
         rank, ranks = self._group.rank, len(self._group.addresses)
@@ -212,45 +196,23 @@ class ElasticFit(LastCallback):
         timeout = self._group.timeout_seconds
         return TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
 
-    def _give_state(self) -> None:
-        """Sends the state after this step to the workers that wait for it, and later what is exchanged in each step."""
-        for request in self._group.donor.requests():
-            if request.fit < self._number:
-                request.refuse(self._number)
-            elif request.fit > self._number:
-                self._group.donor.keep(request)
-            else:
-                try:
-                    parts = self._state_parts()
-                except Exception as error:  # this worker can train on
-                    request.fail(f"{type(error).__name__}: {error}")
-                    continue
-                step = self._group.membership.committed_steps
-                self._group.donor.send(request, step, functools.partial(list, parts))
-                self._group.log.keep(True)
-
-    def _state_parts(self) -> list[Any]:
+    def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
         # In new memory each time: an earlier state may still be sent.
         snapshot = self._training_state().snapshot({}, is_chief=True)
-        position = self._iterator.position(self._progress.next_step, self._logs)
-        metadata = {
-            "progress": asdict(self._progress),
-            "position": position.to_json(),
-            "changes": asdict(self._transactions.changes),
-            "recoveries": [recovery.state_to_join() for recovery in self._recoveries],
-            "common_states": self._transactions.common_states(),
-        }
+        metadata["progress"] = asdict(self._progress)
+        metadata["position"] = self._iterator.position(self._progress.next_step, self._logs).to_json()
+        metadata["recoveries"] = [recovery.state_to_join() for recovery in self._recoveries]
         return encode_state(snapshot, metadata)
 
     def _leave_if_asked(self) -> None:
-        """Ends this process if it was asked to: before the last step, so that the others know.
+        """Ends this process if it was asked to before the last step: then the others know it.
 
-        If all leave, they save first. What the model's end of training saves is more, so nobody leaves before that.
+        If all leave, they save first. Nobody leaves when the training ends with this step, as its end saves more.
         """
         membership = self._group.membership
         if any(recovery.is_asked_to_exit for recovery in self._recoveries):
             self._ask_to_leave()
-        leaves = membership.number in membership.leaving if membership.is_member else self._is_asked_to_leave.is_set()
+        leaves = membership.number in membership.leaving if membership.is_member else self._is_asked_to_leave
         if not leaves or (self._recoveries and self.model.stop_training):
             return
         if membership.leaving.issuperset(self._group.connected_view.members) and membership.is_member:
@@ -264,26 +226,5 @@ class ElasticFit(LastCallback):
         exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=False)
 
     def _ask_to_leave(self) -> None:
-        self._is_asked_to_leave.set()
+        self._is_asked_to_leave = True
         self._group.membership.leave_after_step()
-
-    def _handle_signals(self) -> None:
-        """Makes signals let this worker leave after its step, unless the program handles them itself."""
-        numbers = {number for recovery in self._recoveries for number in recovery.handled_signals}
-        for number in numbers if self._recoveries else {signal.SIGTERM}:
-            is_main = threading.current_thread() is threading.main_thread()
-            if is_main and signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, self._handle)
-                self._handled.append(number)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        del frame
-        self._signal = number
-        self._ask_to_leave()
-
-    def _restore_handlers(self) -> None:
-        for number in self._handled:
-            signal.signal(number, signal.SIG_DFL)
-        self._handled = []
-        if self._signal is not None:  # while what follows the last step ran
-            signal.raise_signal(self._signal)

@@ -2,7 +2,6 @@
 
 import functools
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,10 +11,11 @@ import tensorflow as tf
 from tfdist.checkpoint.shard import Shard
 from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
+from tfdist.elastic.leave_signals import LeaveSignals
 from tfdist.elastic.loop_state import LoopState
 from tfdist.elastic.received_state import ReceivedState, encode_state
-from tfdist.elastic.step_transactions import Changes, StepTransactions, WrittenVariables
-from tfdist.membership.state_transfer import StateReceiver
+from tfdist.elastic.state_exchange import StateExchange
+from tfdist.elastic.step_transactions import StepTransactions, WrittenVariables
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import Snapshot
 
@@ -84,11 +84,10 @@ class LoopMember:
         self._transactions, self._state, self._group = transactions, state, transactions.group
         self._others, self._overwritten = others, overwritten
         self._take_no_rows, self._share_metrics = take_no_rows, share_metrics
-        self._number = -1
         self._heartbeat: Heartbeat | None = None
-        self._reported: Changes | None = None
-        self._received: tuple[StateReceiver, ReceivedState] | None = None
-        self._is_asked_to_leave = threading.Event()
+        self._exchange: StateExchange | None = None  # from `begin` on
+        self._received: ReceivedState | None = None
+        self._is_asked_to_leave = False  # no `threading.Event`, whose lock a handler of signals could wait for
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function whose calls are steps, which count on all workers or on none."""
@@ -120,13 +119,13 @@ class LoopMember:
             JoinError, TimeoutError: See `ElasticGroup.ask_for_state`.
         """
         transactions = self._transactions
-        self._number, transactions.fits = transactions.fits, transactions.fits + 1
-        self._reported = Changes() if self._group.membership.is_member else None
+        self._exchange = StateExchange(transactions)
         self._heartbeat = Heartbeat.from_environment()
         if self._heartbeat is not None:
             self._heartbeat.start()
         if transactions.is_alone:
-            return self._join()
+            self._received = self._exchange.ask()
+            return None if self._received is None else LoopPosition.from_json(self._received.metadata["position"])
         if transactions.changes.joined:
             # A worker that has joined may have trained the same model by itself before.
             transactions.run_alone(lambda: self._state.equalize(transactions.value_of_oldest))
@@ -135,19 +134,20 @@ class LoopMember:
 
     def resume(self) -> None:
         """Loads the state of which `begin` has returned the position, and repeats the others' steps from now on."""
-        assert self._received is not None
-        (receiver, received), self._received = self._received, None
+        assert self._received is not None and self._exchange is not None
+        received, self._received = self._received, None
         self._state.restore(received.read_shared())
         self._transactions.use_common_states(received.metadata["common_states"])
         self._take_no_rows()
-        self._transactions.replay(receiver, Changes(**received.metadata["changes"]))
+        self._exchange.replay(received)
 
     def after_batch(self, position: Callable[[], LoopPosition]) -> None:
         """Called after a batch, when all that belongs to it is done."""
-        self._report()
-        if self._group.donor.is_asked and self._group.membership.is_member:
-            self._give_state(position)
-        if self._is_asked_to_leave.is_set():
+        assert self._exchange is not None
+        if self._heartbeat is not None:
+            self._exchange.report(self._heartbeat)
+        self._exchange.give(lambda metadata: self._encoded_state({**metadata, "position": position().to_json()}))
+        if self._is_asked_to_leave:
             self._group.close()
             exit_process(PREEMPTED_EXIT_CODE, [], is_alone=False)
 
@@ -157,59 +157,12 @@ class LoopMember:
         Returns:
             What ends that.
         """
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-            return lambda: None
-        signal.signal(signal.SIGTERM, lambda number, frame: self._is_asked_to_leave.set())
+        signals = LeaveSignals(self._ask_to_leave)  # not that of a pass around this one
+        signals.handle([signal.SIGTERM])
+        return signals.restore
 
-        def restore() -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self._is_asked_to_leave.is_set():
-                signal.raise_signal(signal.SIGTERM)
+    def _ask_to_leave(self) -> None:
+        self._is_asked_to_leave = True
 
-        return restore
-
-    def _report(self) -> None:
-        changes = self._transactions.changes
-        if self._heartbeat is None or not self._group.membership.is_member or changes == self._reported:
-            return
-        self._reported = changes
-        self._heartbeat.membership(
-            lost=changes.lost,
-            joined=changes.joined,
-            repeated_steps=changes.repeated_steps,
-            seconds_lost=round(changes.seconds, 3),
-        )
-
-    def _join(self) -> LoopPosition | None:
-        receiver = self._group.ask_for_state(self._number)
-        if receiver is None:
-            return None
-        assert receiver.state is not None
-        received = ReceivedState(receiver.state[1], len(self._group.addresses))
-        self._received = receiver, received
-        return LoopPosition.from_json(received.metadata["position"])
-
-    def _give_state(self, position: Callable[[], LoopPosition]) -> None:
-        for request in self._group.donor.requests():
-            if request.fit < self._number:
-                request.refuse(self._number)
-            elif request.fit > self._number:
-                self._group.donor.keep(request)
-            else:
-                try:
-                    parts = self._state_parts(position())
-                except Exception as error:  # this worker can train on
-                    request.fail(f"{type(error).__name__}: {error}")
-                    continue
-                step = self._group.membership.committed_steps
-                self._group.donor.send(request, step, functools.partial(list, parts))
-                self._group.log.keep(True)
-
-    def _state_parts(self, position: LoopPosition) -> list[Any]:
-        metadata = {
-            "position": position.to_json(),
-            "changes": asdict(self._transactions.changes),
-            "common_states": self._transactions.common_states(),
-        }
+    def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
         return encode_state(Snapshot(self._state.snapshot(), Shard({}), None, lambda: None), metadata)

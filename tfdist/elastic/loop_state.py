@@ -12,6 +12,7 @@ from tfdist.collectives.compression_state import SUMMED_ENTRIES
 from tfdist.keras_internals.model_introspection import batch_statistics
 from tfdist.keras_internals.model_state import OptimizerState, components, model_variables, optimizers_of
 from tfdist.recovery.random_generators import (
+    create_generators,
     generator_variables,
     python_and_numpy_state,
     restore_python_and_numpy,
@@ -19,7 +20,7 @@ from tfdist.recovery.random_generators import (
 from tfdist.utils.json_state import from_json, to_json
 
 _LARGEST_METRIC_STATE_BYTES = 2**18  # as for steps of Keras
-_VARIABLE, _TOTAL, _COMPRESSION, _GENERATOR = "variable", "total", "compression", "generator"
+_VARIABLE, _TOTAL, _COMPRESSION, _GENERATOR = "variable", "total", "compression", "generator/"
 
 
 class LoopState:
@@ -41,21 +42,18 @@ class LoopState:
     ) -> None:
         self._strategy, self._totals, self._sum = strategy, totals, sum_over_workers
         self._with_python_state: list[Any] = []
-        metrics: list[Any] = []
-        found = [variable for one in _flat(objects) for variable in self._variables_of(one, metrics)]
-        self._of_metrics = _unique([variable for metric in metrics for variable in metric.variables])
-        ids = set(map(id, self._of_metrics))
+        self._metrics: list[Any] = []
+        found = [variable for one in _flat(objects) for variable in self._variables_of(one)]
+        ids = set(map(id, self._of_metrics()))
         self._owned = _unique([variable for variable in found if id(variable) not in ids])
-        size = sum(one.shape.num_elements() * _dtype(one).size for one in map(_value, self._of_metrics))
-        self._summed = self._of_metrics if size <= _LARGEST_METRIC_STATE_BYTES else []
-        for metric in metrics:
+        for metric in self._metrics:
             _call_after_reset(metric, totals.clear)
         self._store_totals = tf.function(self._sum_metrics)
 
     @property
     def variables(self) -> list[Any]:
         """This worker's `tf.Variable`s that steps may write, besides the sums of metrics."""
-        of_metrics = [local for variable in self._of_metrics for local in _local(variable)]
+        of_metrics = [local for variable in self._of_metrics() for local in _local(variable)]
         return [*self._equal(), *of_metrics, *self._strategy.compression_state.variables]
 
     def equalize(self, value_of_oldest: Callable[[tf.Tensor], tf.Tensor]) -> None:
@@ -65,14 +63,14 @@ class LoopState:
 
     def store_metrics(self) -> None:
         """Stores the sums of the metrics over all workers, after a step. All workers call this within the step."""
-        if self._summed:
+        if self._summed():
             self._store_totals()
 
     def snapshot(self) -> Shard:
         """Returns the present state, as it is sent to a worker that joins."""
         arrays = {f"{_VARIABLE}/{index}": one.numpy() for index, one in enumerate(self._of_objects())}
-        arrays |= {f"{_GENERATOR}/{name}": one.numpy() for name, one in generator_variables().items()}
-        for index, total in enumerate(self._totals.of(self._summed)):
+        arrays |= {f"{_GENERATOR}{name}": ones[0].numpy() for name, ones in self._of_generators().items()}
+        for index, total in enumerate(self._totals.of(self._summed())):
             if total is not None:
                 arrays[f"{_TOTAL}/{index}"] = total.numpy()
         entries: list[list[str]] = []
@@ -107,13 +105,15 @@ class LoopState:
             )
         for name, variable in zip(names, variables, strict=True):
             variable.assign(arrays[name])
-        for name, variable in generator_variables().items():
-            if (value := arrays.get(f"{_GENERATOR}/{name}")) is not None:
-                variable.assign(value)
-        totals = [arrays.get(f"{_TOTAL}/{index}") for index in range(len(self._summed))]
-        known = [(one, total) for one, total in zip(self._summed, totals, strict=True) if total is not None]
-        self._totals.store([one for one, _ in known], [tf.convert_to_tensor(total) for _, total in known])
-        for variable in self._of_metrics:
+        generators = [name.removeprefix(_GENERATOR) for name in arrays if name.startswith(_GENERATOR)]
+        create_generators(generators, self._strategy)
+        for name in generators:
+            for one in self._of_generators()[name]:
+                one.assign(arrays[f"{_GENERATOR}{name}"])
+        totals = [(one, arrays.get(f"{_TOTAL}/{index}")) for index, one in enumerate(self._summed())]
+        known = [(one, tf.convert_to_tensor(total)) for one, total in totals if total is not None]
+        self._totals.store([one for one, _ in known], [total for _, total in known])
+        for variable in self._of_metrics():
             for local in _local(variable):
                 local.assign(tf.zeros_like(local))
         self._restore_compression(arrays, metadata["compression"])
@@ -134,37 +134,51 @@ class LoopState:
     def _of_objects(self) -> list[Any]:
         return [one for variable in self._owned for one in components(self._strategy, variable)]
 
+    def _of_metrics(self) -> list[Any]:
+        return _unique([variable for metric in self._metrics for variable in metric.variables])
+
+    def _summed(self) -> list[Any]:
+        """Returns the variables of metrics whose sums are stored after each step."""
+        found = self._of_metrics()
+        size = sum(one.shape.num_elements() * _dtype(one).size for one in found)
+        return found if size <= _LARGEST_METRIC_STATE_BYTES else []
+
     def _equal(self) -> list[Any]:
         """Returns the variables that are equal on all workers between two steps."""
-        return [*self._of_objects(), *generator_variables().values()]
+        return [*self._of_objects(), *(one for ones in self._of_generators().values() for one in ones)]
+
+    def _of_generators(self) -> dict[str, list[Any]]:
+        """Returns the variables of the global random generators, by name."""
+        return {name: components(self._strategy, one) for name, one in generator_variables().items()}
 
     def _sum_metrics(self) -> None:
         sums: dict[int, tf.Tensor] = {}
-        for dtype in {_dtype(variable): None for variable in self._summed}:  # in the same order on all workers
-            members = [one for one in self._summed if _dtype(one) == dtype]
+        summed = self._summed()
+        for dtype in {_dtype(variable): None for variable in summed}:  # in the same order on all workers
+            members = [one for one in summed if _dtype(one) == dtype]
             locals_ = [tf.add_n([tf.convert_to_tensor(local) for local in _local(one)]) for one in members]
             vector = self._sum(tf.concat([tf.reshape(value, [-1]) for value in locals_], axis=0))
             parts = tf.split(vector, [value.shape.num_elements() for value in locals_])
             for one, value, part in zip(members, locals_, parts, strict=True):
                 sums[id(one)] = tf.reshape(part, value.shape)
-        self._totals.store(self._summed, [sums[id(one)] for one in self._summed])
+        self._totals.store(summed, [sums[id(one)] for one in summed])
 
-    def _variables_of(self, one: Any, metrics: list[Any]) -> Iterator[Any]:
-        """Yields the variables of an object; collects metrics, whose variables are among them."""
+    def _variables_of(self, one: Any) -> Iterator[Any]:
+        """Yields the variables of an object; collects metrics, and objects with `get_state`."""
         if isinstance(one, keras.layers.Layer):
             _check_layer(one)
             yield from (found.variable for found in model_variables(one))
             if isinstance(one, keras.Model):
-                metrics += one.metrics
+                self._metrics += one.metrics
                 for optimizer in optimizers_of(one):
                     yield from _optimizer_variables(optimizer)
         elif isinstance(one, keras.optimizers.Optimizer):
             yield from _optimizer_variables(one)
             for inner in (getattr(one, "inner_optimizer", None), *getattr(one, "optimizers", ())):
                 if inner is not None:
-                    yield from self._variables_of(inner, metrics)
+                    yield from self._variables_of(inner)
         elif isinstance(one, keras.metrics.Metric):
-            metrics.append(one)
+            self._metrics.append(one)
         elif isinstance(one, keras.Variable | tf.Variable):
             yield one
         elif isinstance(one, keras.random.SeedGenerator | tf.random.Generator):

@@ -7,7 +7,8 @@ it is one of them.
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
@@ -57,13 +58,17 @@ class WrittenVariables:
     Args:
         find: Returns them. It is asked before the first two steps: the first may create some.
         find_overwritten: Returns others, whose values before the first step do not matter, as each step sets them.
+        writes_late: Whether all exchanges of a step are in the graph of `Strategy.run`, so that its writes may wait.
     """
 
     def __init__(
         self,
         find: Callable[[], Sequence[tf.Variable]],
         find_overwritten: Callable[[], Sequence[tf.Variable]] = tuple,
+        *,
+        writes_late: bool = False,
     ) -> None:
+        self._writes_late = writes_late
         self._find, self._find_overwritten, self._steps = find, find_overwritten, 0
         self._early: set[int] | None = None  # handles to which some graph writes before its step counts
         self._is_traced = False  # since values were last read
@@ -78,11 +83,15 @@ class WrittenVariables:
         elif self._is_traced:
             self._kept, self._is_traced = self._written_early(), False
         self._steps += 1
+        # A function that has been traced, and now runs eagerly, writes without waiting.
+        self._read = self._variables if tf.config.functions_run_eagerly() else self._kept
         with tf.init_scope():
-            return [(variable, _value_of(variable)) for variable in self._kept]
+            return [(variable, _value_of(variable)) for variable in self._read]
 
     def trace(self, write_after: Callable[[Sequence[Any]], set[int]]) -> None:
         """Lets the writes of the graph wait, and keeps no values any more of the variables that it writes late."""
+        if not self._writes_late:
+            return
         variables = [*self._find(), *self._find_overwritten()]
         self._early = (self._early or set()) | write_after([variable.handle for variable in variables])
         self._is_traced = True
@@ -97,7 +106,7 @@ class WrittenVariables:
         if self._steps < _STEPS_THAT_CREATE:
             is_kept = self._known.issuperset(map(id, self._find()))
         else:
-            is_kept = set(map(id, self._written_early())).issubset(map(id, self._kept))
+            is_kept = set(map(id, self._written_early())).issubset(map(id, self._read))
         if not is_kept:
             raise ExchangeError(
                 "A worker was lost during the first step of a function, which cannot be taken back. Received: new "
@@ -107,6 +116,10 @@ class WrittenVariables:
         with tf.init_scope():
             for variable, value in values:
                 variable.assign(value)
+            known = set(map(id, self._variables))
+            for variable in self._find_overwritten():
+                if id(variable) not in known:  # the step has created it
+                    variable.assign(tf.zeros_like(variable))
 
     def _written_early(self) -> list[tf.Variable]:
         early = self._early
@@ -302,7 +315,7 @@ class StepTransactions:
             self._follow_view()
             before, outcome = written.read(), _Outcome()
             try:
-                with setting_attributes(self, _outcome=outcome):
+                with setting_attributes(self, _outcome=outcome), self._settled_on_error():
                     result = self._attempt(step)
             except (ExchangeError, tf.errors.OpError):
                 if outcome.error is not None:
@@ -346,6 +359,16 @@ class StepTransactions:
         except Exception as error:  # raised where the step was called
             outcome.error = error
         return "" if outcome.counts else "The step does not count: a worker is lost."
+
+    @contextmanager
+    def _settled_on_error(self) -> Iterator[None]:
+        """If the body fails, what it has asked of the others is answered when this ends: not in a later step."""
+        try:
+            yield
+        except BaseException:
+            if self._commit_point is not None:
+                self._commit_point.settle()
+            raise
 
     def _attempt(self, step: Callable[[], _Result]) -> _Result:
         with setting_attributes(self, _is_running=True):

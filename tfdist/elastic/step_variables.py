@@ -20,8 +20,8 @@ def variables_of_steps(model: Any, *, with_metrics: bool = True) -> list[Any]:
     found += model.metrics_variables if with_metrics else []
     for optimizer in optimizers_of(model):
         found += OptimizerState(optimizer).variables
-    of_replicas = [one for variable in found for one in components(model.distribute_strategy, variable)]
-    return [*of_replicas, *generator_variables().values()]
+    found += generator_variables().values()
+    return [one for variable in found for one in components(model.distribute_strategy, variable)]
 
 
 def accumulators_of(model: Any) -> list[Any]:

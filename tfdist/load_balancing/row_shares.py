@@ -171,7 +171,8 @@ class RowShares:
             state[: len(saved["state"])] = saved["state"]  # The state of an earlier tfdist has fewer rows.
             for row in (planning.IGNORED, planning.FASTEST_INTERVAL):  # The machines may be others.
                 state[row] = first[row]
-            self._state.assign(state)
+            if np.all(state[planning.SHARE] > 0):  # otherwise some workers were lost, which are here now
+                self._state.assign(state)
 
     def _after_step(self, state: np.ndarray, report: np.ndarray) -> np.ndarray:
         of_replicas = report[: _OF_REPLICA * sum(self._devices)].reshape([-1, _OF_REPLICA]).astype(np.float64)

@@ -15,8 +15,8 @@ def shard_of_missing_rank(shard: Shard, rank: int, summed: Collection[str] = ())
     """Returns the shard of `rank`, made of that of another rank with as many replicas.
 
     Residuals are zero: what the worker had not sent is lost, and those of the other one stay where they are. So are
-    accumulated gradients, as the others have computed again what it had accumulated, and the variables with the names
-    `summed`, whose values are added up over the replicas.
+    accumulated gradients, since all workers that have added up some have saved them (see `ElasticCoordination`), and
+    the variables with the names `summed`, whose values are added up over the replicas.
 
     >>> shard = Shard({"state/1.Dense/0@0": np.ones(2), "metrics/0.Mean/0@0": np.ones(2)})
     >>> made = shard_of_missing_rank(shard, 2, summed=["metrics/0.Mean/0"])

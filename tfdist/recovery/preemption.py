@@ -21,7 +21,7 @@ from tfdist.recovery.worker_coordination import WorkerCoordination
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 with `--signal=USR1@60`
 # A scheduler may signal every process while the supervisor forwards its own signal; both are one notice.
-_SAME_NOTICE_SECONDS = 1.0
+SAME_NOTICE_SECONDS = 1.0
 _STOP_STEP, _CLOSED = "stop", "closed"  # a key, and its value if training ends without a preemption
 _SECONDS_BETWEEN_QUESTIONS = 5.0  # as often as Ray Train itself asks for nodes that are drained
 _log = logging.getLogger("tfdist")
@@ -106,7 +106,7 @@ class PreemptionHandler:
         if not self._signalled.is_set():
             self._signalled_at = PreemptionHandler._pending_since = now
             self._signalled.set()
-        elif now > self._signalled_at + _SAME_NOTICE_SECONDS:
+        elif now > self._signalled_at + SAME_NOTICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -54,8 +54,8 @@ class Coordination(Protocol):
         """
         ...
 
-    def begin_save(self, *, is_last: bool) -> SavingRanks | None:
-        """Returns the workers that save after this step, `None` if this one does not.
+    def begin_save(self, model: Any, *, is_last: bool) -> SavingRanks | None:
+        """Returns the workers that save `model` after this step, `None` if this one does not.
 
         With `is_last` all of them leave the training then.
         """
@@ -109,9 +109,9 @@ class WorkerCoordination:
         del first
         return following
 
-    def begin_save(self, *, is_last: bool) -> SavingRanks:
+    def begin_save(self, model: Any, *, is_last: bool) -> SavingRanks:
         """All workers save."""
-        del is_last
+        del model, is_last
         return SavingRanks(tuple(range(self.num_workers)))
 
     def broadcast(self, name: str, value: Any = None) -> Any:

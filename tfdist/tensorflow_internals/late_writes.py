@@ -6,13 +6,29 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 from tfdist.tensorflow_internals.operation_order import is_in_common_order, resources_of
+
+_CALLS = PLAIN_CALLS | CONDITIONS | LOOPS
+_CHECKS = "tfdist_checks_before_writes"  # a collection of a graph
+
+
+def check_before_writes(check: Any) -> None:
+    """Lets writes that wait in its graph wait for a check, too: it fails if what it belongs to has failed.
+
+    `check` is an operation, or `None` where it has been checked eagerly.
+    """
+    if check is not None:
+        check.graph.add_to_collection(_CHECKS, check)
 
 
 def write_after(
     handles: Collection[Any], earlier: Collection[Any], add: Callable[[Sequence[tf.Operation]], tf.Operation]
 ) -> set[int]:
     """Lets writes to variables wait for an operation, which itself waits for all that uses some other resources.
+
+    It also waits for the checks of the graph, and for its collectives: those of several devices wait for each other
+    without an edge between them.
 
     An operation that uses those resources may depend on a write. Then this write stays where it is.
 
@@ -28,9 +44,10 @@ def write_after(
     inner = {id(outer): captured for outer, captured in graph.captures}
     variables = {id(inner[id(handle)]): id(handle) for handle in handles if id(handle) in inner}
     others = {id(inner[id(handle)]) for handle in earlier if id(handle) in inner}
-    first, writes, predecessors = [], collections.defaultdict(list), _order(graph.get_operations())
+    first = [check for check in graph.get_collection(_CHECKS) if check.graph is graph]
+    writes, predecessors = collections.defaultdict(list), _order(graph.get_operations())
     for operation in graph.get_operations():
-        if any(id(tensor) in others for tensor in operation.inputs):
+        if _is_collective(operation) or any(id(tensor) in others for tensor in operation.inputs):
             first.append(operation)
         for tensor, kind in resources_of(operation):
             if id(tensor) in variables and _writes(kind):
@@ -74,6 +91,15 @@ def _order(operations: Sequence[tf.Operation]) -> dict[Any, list[tf.Operation]]:
                 predecessors[operation].append(last_of_others)
             last_of_others = operation
     return predecessors
+
+
+def _is_collective(operation: tf.Operation) -> bool:
+    """Whether an operation, or a function that it calls, waits for other devices."""
+    if operation.type not in _CALLS:
+        return operation.type.startswith("Collective")
+    names = [attribute.func.name for attribute in operation.node_def.attr.values() if attribute.HasField("func")]
+    graphs = [called_graph(operation.graph, name) for name in names]
+    return any(_is_collective(inner) for graph in graphs if graph is not None for inner in graph.get_operations())
 
 
 def _writes(kind: Any) -> bool:

@@ -69,7 +69,8 @@ def update_over_replicas(
 def _apply(held: WholeUpdate, apply: Callable[[], None], sums: Sequence[Any]) -> None:
     """Calls `apply`, which updates the variables by `sums`, unless the worker updates by itself and has no samples."""
     timing, local = current_timing() if held.is_whole else None, _local_update(held.update)
-    if (guard := training_strategy(held.update.strategy).step_guard) is not None:
+    guard, step = training_strategy(held.update.strategy).step_guard, current_step()
+    if guard is not None and step is not None and step.model is guard.model:
         may_overflow = held.update.loss_scale is not None
         guard.values.store_gradients(held.update.optimizer, sums, may_overflow=may_overflow)
     with nullcontext() if timing is None else timing.updating(sums):

@@ -89,9 +89,13 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                     else:
                         results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
                     checked.append(results[0].step)
-            guard = {"guard": strategy.step_guard, "is_first": is_first}
+            guard = strategy.step_guard
+            guarded: dict[str, Any] = {
+                "guard": guard if guard is not None and guard.model is model else None,
+                "is_first": is_first,
+            }
             if shared is None:
-                return synchronize_results(model, step, results, training=training, **guard)[0]
+                return synchronize_results(model, step, results, training=training, **guarded)[0]
             shared.end_timing(model, step)
             logs, report = synchronize_results(
                 model,
@@ -100,7 +104,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                 training=training,
                 report=shared.report(step),
                 stored=strategy.metric_totals if is_first else None,
-                **guard,
+                **guarded,
             )
             shared.check(report)
             return logs, report

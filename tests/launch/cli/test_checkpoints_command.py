@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_an_error(directory, monkeypatch, capsys):
 
 def test_the_missing_command_names_all_commands(capsys):
     assert main([]) == 2
-    assert "Expected: one of run, plan, checkpoints, doctor. See tfdist --help" in capsys.readouterr().err
+    assert "Expected: one of run, resize, plan, checkpoints, doctor. See tfdist --help" in capsys.readouterr().err
 
 
 def test_neither_tensorflow_nor_numpy_is_loaded_before_it_is_needed(directory, environ):

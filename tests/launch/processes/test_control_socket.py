@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tfdist.launch.cli.main import main
+from tfdist.launch.processes import control_socket
 from tfdist.launch.processes.control_socket import ControlSocket, request
 from tfdist.launch.processes.event_loop import EventLoop
 from tfdist.utils.argument_checks import UsageError
@@ -59,6 +60,26 @@ def test_who_sends_nothing_or_nonsense_does_not_keep_others_from_an_answer(serve
     assert silent[-1].recv(100) == b"", "it is closed"
     for connection in silent:
         connection.close()
+
+
+def test_a_request_that_was_not_answered_in_time_is_not_carried_out_later(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(control_socket, "_ANSWER_SECONDS", 0.01)
+    with pytest.raises(UsageError, match="between two attempts, or the launcher is stopped. Ask again"):
+        request(tmp_path / "run.sock", {"workers": 1})
+    monkeypatch.undo()
+    carried_out = []
+    path = serve(lambda message: {"text": str(carried_out.append(message["workers"]))})
+    request(path, {"workers": 2})
+    assert carried_out == [2]
+
+
+def test_who_gets_no_answer_asks_again(serve):
+    def fail(message):
+        raise OSError
+
+    path = serve(fail)
+    with pytest.raises(UsageError, match="does not answer"):
+        request(path, {})
 
 
 def test_no_run_answers(tmp_path):

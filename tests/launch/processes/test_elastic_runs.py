@@ -252,30 +252,45 @@ def test_others_save_if_too_few_are_left_because_one_was_asked_to_leave(run):
 def test_workers_start_and_leave_on_request(start, state, tmp_path):
     """The others do not notice; who leaves is not restarted, and who starts joins them at its own address."""
     script = """
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
-        print(os.environ["TF_CONFIG"], os.environ["TFDIST_ELASTIC_WORKERS"])
+        def leave(*_):
+            if LIFE == 0:
+                note("leaves")
+                wait_for("may-leave")
+            os._exit(75)
+        signal.signal(signal.SIGTERM, leave)
+        if LIFE == 0:
+            print(os.environ["TF_CONFIG"], os.environ["TFDIST_ELASTIC_WORKERS"])
         if RANK < 2:
             wait_for("go")
-        elif LIFE == 0:
+        elif LIFE < 2:
             beat(membership={"lost": 0, "joined": 1, "repeated_steps": 0, "seconds_lost": 0.0, "training": 3})
-            note("joined")
+            note(f"joined-{LIFE}")
             hang()
     """
-    options = ("--elastic", "1:3", "--control-socket", "run.sock")
+    options = ("--elastic", "1:3", "--control-socket", "run.sock", "--worker-restarts", "0")
     run = start(elastic(script), *options)
     run.wait_for(*[f"pid-0-of-{rank}-life-0" for rank in (0, 1)])
     socket = tmp_path / "run.sock"
     with pytest.raises(UsageError, match="out of range. Received: 4. Expected: 1 to 3"):
         request(socket, {"workers": 4})
+    with pytest.raises(UsageError, match="not begun. Received: 1 worker. Expected: at least 2, .* wait for one"):
+        request(socket, {"workers": 1})
     assert request(socket, {"workers": 3}) == "3 workers from now on: worker 2 starts"
-    run.wait_for("joined")
+    run.wait_for("joined-0")
     assert request(socket, {"workers": 2}) == "2 workers from now on: worker 2 leaves"
-    run.until(lambda: state(int((tmp_path / "pid-0-of-2-life-0").read_text())) == "", "the worker has left")
+    run.wait_for("leaves")
+    assert request(socket, {"workers": 3}) == "3 workers from now on: worker 2 starts"
+    (tmp_path / "may-leave").touch()
+    run.wait_for("joined-1")
+    assert request(socket, {"workers": 2}) == "2 workers from now on: worker 2 leaves"
+    run.until(lambda: state(int((tmp_path / "pid-0-of-2-life-1").read_text())) == "", "the worker has left")
     assert request(socket, {"workers": 2}) == "2 workers from now on: as before"
     (tmp_path / "go").touch()
     ended = run.end()
     assert ended.code == 0
     assert lines_of(ended, "worker 2") == [
+        "worker 2 has joined the others",
+        "worker 2 left, as it was asked to: exit code 75; it starts again, as requested",
         "worker 2 has joined the others",
         "worker 2 left, as it was asked to: exit code 75; it is not restarted",
     ]

@@ -5,6 +5,17 @@ from tfdist.launch.processes.heartbeat_monitor import MembershipChanges
 from tfdist.launch.run_spec import run_roles
 
 
+def test_training_has_begun_with_a_step_or_with_a_heartbeat_of_a_loop_without_steps():
+    fit, loop, joined = Watch(), Watch(), Watch()
+    assert not fit.monitor.has_begun
+    fit.receive(0, alive=True, step=7)  # what it continues from
+    assert not fit.monitor.has_begun
+    fit.receive(0, alive=True, step=8)
+    loop.receive(1, alive=True)
+    joined.receive(1, membership={"lost": 0, "joined": 1, "repeated_steps": 0, "seconds_lost": 0.0})
+    assert fit.monitor.has_begun and loop.monitor.has_begun and joined.monitor.has_begun
+
+
 def test_silence_is_frozen():
     watch = Watch()
     watch.receive(0, alive=True)

@@ -296,6 +296,17 @@ def test_a_node_that_was_cut_off_from_the_coordinator_is_taken_back_with_its_wor
     assert hosts.orders(0)
 
 
+def test_a_node_that_was_cut_off_when_a_worker_ended_with_0_gets_to_know_it():
+    hosts = Hosts(nodes=3, elastic=1).start()
+    (start,) = hosts.connections[2].take("start")
+    hosts.lose(2)
+    hosts.tell(0, "completed", attempt=0)
+    kinds = [message["type"] for message in hosts.join(2, **running(hosts, start)).sent]
+    assert kinds.index("joined") < kinds.index("elastic")
+    assert changes(hosts, 2) == [("", True)]
+    assert changes(hosts, 1) == [("", True)], "told once"
+
+
 def test_a_node_whose_workers_the_others_do_not_expect_is_rejected():
     hosts = Hosts(elastic=1).start()
     (start,) = hosts.connections[1].take("start")

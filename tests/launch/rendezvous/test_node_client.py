@@ -4,28 +4,35 @@ import os
 import socket
 
 import pytest
+from replaced_clocks import set_clock
 
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import ShutdownOrder
+from tfdist.launch.rendezvous import node_client as module
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome
 from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import SessionKeys
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 
+JOINED = {"type": "joined", "run": "f00d", "seed": 7, "heartbeat_seconds": 1.0, "heartbeat_timeout": 0.0}
+
+
+def connected():
+    """The connection of a client, and the coordinator's."""
+    near, far = socket.socketpair()
+    coordinator = NonblockingConnection(far, SessionKeys(b"server", b"client"))
+    return NonblockingConnection(near, SessionKeys(b"client", b"server")), coordinator
+
 
 @pytest.fixture
 def ends():
     """A client that has joined, and the coordinator's connection."""
-    near, far = socket.socketpair()
-    connection = NonblockingConnection(near, SessionKeys(b"client", b"server"))
-    coordinator = NonblockingConnection(far, SessionKeys(b"server", b"client"))
+    connection, coordinator = connected()
     null = os.open(os.devnull, os.O_WRONLY)
     console = Console(null, null)
     client = NodeClient(connection, "127.0.0.1", console=console, error_file=ErrorFile(None, None), spec=RunSpec())
-    coordinator.send(
-        {"type": "joined", "run": "f00d", "seed": 7, "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0}
-    )
+    coordinator.send({**JOINED, "heartbeat_seconds": 1000.0})
     client.join({})
     list(coordinator.receive())
     yield client, coordinator
@@ -123,6 +130,77 @@ def test_end_of_the_run_right_before_the_close(ends):
     client.poll()
     client.poll()
     assert client.next_attempt(signals=None) == 3
+
+
+class ManyCoordinators:
+    """In place of a `Reconnection`: connects with the coordinator that the test holds next."""
+
+    def __init__(self) -> None:
+        self._near = None
+
+    def advance(self):
+        near, self._near = self._near, None
+        return near
+
+    def close(self):
+        if self._near is not None:
+            self._near.close()
+
+    def reject(self, client, reason, *, is_final=False):
+        """Lets the client connect, and rejects it; returns whether it asked to join."""
+        self._near, far = connected()
+        client.poll()
+        requests = [message for message in far.receive() if "running" in message]
+        far.send({"type": "rejected", "reason": reason, "is_final": is_final})
+        client.poll()
+        far.close()
+        return bool(requests)
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """A client whose elastic workers train on without the coordinator, its next connections, and what it has said.
+
+    Time passes when the test asks what was said: 1 s, as between two connections.
+    """
+    clock = set_clock(monkeypatch, module)
+    near, coordinator = connected()
+    coordinators, output = ManyCoordinators(), tmp_path / "said"
+    with output.open("wb") as written:
+        console = Console(written.fileno(), written.fileno())
+        options = {"console": console, "error_file": ErrorFile(None, None), "reconnection": coordinators}
+        client = NodeClient(near, "127.0.0.1", spec=RunSpec(nodes=2, elastic=1), **options)
+        coordinator.send(JOINED)
+        client.join({})
+        coordinator.send({**START, "is_elastic": True})
+        client.poll()
+        client.next_attempt(signals=None)
+        coordinator.close()
+        client.poll()
+
+        def said():
+            clock.now += 1.0
+            return output.read_text()
+
+        yield client, coordinators, said
+        client.close()
+
+
+def test_a_lasting_rejection_is_said_once(alone):
+    client, coordinators, said = alone
+    for reason in ("Received: --elastic 1. Expected: --elastic 2.", "Received: --nodes 2. Expected: --nodes 3."):
+        assert coordinators.reject(client, reason) and reason not in said(), "it may pass"
+        for _ in range(8):
+            coordinators.reject(client, reason)
+            said()
+        assert said().count(f"; it asks again. {reason}") == 1
+
+
+def test_a_node_that_is_rejected_for_good_does_not_ask_again(alone):
+    client, coordinators, said = alone
+    assert coordinators.reject(client, "They have continued without it", is_final=True)
+    assert "They have continued without it" in said() and client.next_attempt(signals=None) == 69
+    assert not coordinators.reject(client, "again")
 
 
 class Signals:

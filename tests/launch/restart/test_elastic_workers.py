@@ -120,4 +120,8 @@ def test_workers_start_and_leave():
     assert [elastic.is_wanted(rank) for rank in range(4)] == [True, False, True, False]
     assert elastic.resize(4, now=4.0) == ([1, 4], []), "not the one that is still leaving"
     assert elastic.resize(5, now=4.0) == ([3], [])
-    assert elastic.is_wanted(3)
+    assert elastic.is_wanted(3) and elastic.wanted_count == 5
+    assert [elastic.is_leaving(rank) for rank in range(5)] == [False, False, False, True, False]
+    elastic.record_exit(WorkerExit(3, 75), now=5.0)
+    elastic.record_start(3, now=5.0)
+    assert not elastic.is_leaving(3)

@@ -4,8 +4,10 @@ import collections
 import contextlib
 import json
 import os
+import select
 import socket
 import stat
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,21 +79,36 @@ class ControlSocket:
         events.unwatch(connection.fileno())
         self._waiting.remove(connection)
         with connection, contextlib.suppress(OSError, ValueError):  # whoever does not ask properly gets no answer
-            connection.send(json.dumps(answer(json_object(connection.recv(_MAX_BYTES)))).encode())
+            message = json_object(connection.recv(_MAX_BYTES))
+            if not _has_hung_up(connection):  # who does not wait may have asked again
+                connection.send(json.dumps(answer(message)).encode())
 
 
 def request(path: Path, message: Mapping[str, Any]) -> str:
     """Sends a request to a run, and returns its answer.
 
     Raises:
-        UsageError: No run listens there, or it does not answer in 30 s, or refuses the request.
+        UsageError: No run listens there, or it refuses the request, or does not answer in 30 s; then it does not carry
+            the request out later.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
+            # `settimeout` would not wait while many others wait to be accepted.
+            seconds, fraction = divmod(_ANSWER_SECONDS, 1.0)
+            limit = struct.pack("ll", int(seconds), int(1e6 * fraction))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, limit)
             connection.connect(str(path))
             connection.send(json.dumps(message).encode())
-            answer = json_object(connection.recv(_MAX_BYTES))
+            received = connection.recv(_MAX_BYTES)
+            if not received:
+                raise BlockingIOError
+            answer = json_object(received)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"The run does not answer. Received: {path}. Expected: an answer within {_ANSWER_SECONDS:g} s. The run is "
+            "between two attempts, or the launcher is stopped. Ask again; this request is not carried out."
+        ) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
@@ -101,6 +118,12 @@ def request(path: Path, message: Mapping[str, Any]) -> str:
     if "error" in answer:
         raise UsageError(str(answer["error"]))
     return str(answer.get("text"))
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
 
 
 def _remove_unused(path: Path) -> None:

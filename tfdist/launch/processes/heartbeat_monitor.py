@@ -165,6 +165,14 @@ class HeartbeatMonitor:
         return frozenset(rank for rank, worker in self._workers.items() if worker.has_trained)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether workers have found one another: one has trained, or sends heartbeats without steps, as in a loop."""
+        return any(
+            worker.has_trained or (worker.has_sent_heartbeat and worker.step is None)
+            for worker in self._workers.values()
+        )
+
+    @property
     def is_training(self) -> bool:
         """Whether a worker has made two steps, or had enough time for them."""
         return self._longest_step_seconds is not None or self._time >= _START_SECONDS

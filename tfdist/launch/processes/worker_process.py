@@ -20,6 +20,7 @@ from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 _ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"
 _ELASTIC = "TFDIST_ELASTIC"
 _BEGINNING = "TFDIST_ELASTIC_WORKERS"
+_NOT_INHERITED = (TOKEN_VARIABLE, _BEGINNING)
 _TOKEN_BYTES = 32
 _MAX_DATAGRAM_BYTES = 65_536
 _MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
@@ -163,7 +164,7 @@ class WorkerEnvironments:
         for role, address in zip(start.roles.values(), start.addresses, strict=True):
             jobs.setdefault(role.task.type, []).append(address)
         cluster = ClusterSpec(jobs)
-        inherited = {name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE}
+        inherited = {name: value for name, value in self._environ.items() if name not in _NOT_INHERITED}
         common = {
             **seeded_environment(inherited, start.seed),
             **share.environment(),

@@ -275,7 +275,7 @@ class WorkerSupervisor:
                 self._complete_elastic(ended)
             return
         worker.send_signal(signal.SIGKILL)  # to the children that it left behind
-        if not self._elastic.is_wanted(ended.rank):
+        if not self._elastic.is_wanted(ended.rank) or self._elastic.is_leaving(ended.rank):
             self._record_departure(ended)
         elif self._elastic.is_complete and is_unneeded:
             self._console.say(f"{ended.name} ended: {ended.describe()}; the training has ended without it")
@@ -314,10 +314,16 @@ class WorkerSupervisor:
             self._end_with_too_few(too_few)
 
     def _record_departure(self, ended: WorkerExit) -> None:
-        """Says that a worker has ended that is not wanted any more."""
+        """Says that a worker has ended that was asked to leave. It starts again if it is wanted again."""
         was_enough, now = self._elastic.may_restart, time.monotonic()
         is_enough = self._elastic.record_exit(ended, now=now)
-        self._console.say(f"{ended.name} left, as it was asked to: {ended.describe()}; it is not restarted")
+        if self._elastic.is_wanted(ended.rank) and self._elastic.may_restart:
+            self._backoff.restart_now(ended.rank, now=now)
+            self._console.say(
+                f"{ended.name} left, as it was asked to: {ended.describe()}; it starts again, as requested"
+            )
+        else:
+            self._console.say(f"{ended.name} left, as it was asked to: {ended.describe()}; it is not restarted")
         if was_enough and not is_enough:
             self._end_with_too_few(describe_too_few(self._elastic.count(now=now), self._least))
 
@@ -329,12 +335,18 @@ class WorkerSupervisor:
             return {"error": f"The number of workers is out of range. Received: {count}. Expected: {expected}."}
         if self._shutdown.has_begun or not self._elastic.may_restart:
             return {"error": f"The run is ending. Received: {counted(count, 'worker')}. Expected: a run that trains."}
+        if count < self._elastic.wanted_count and not self._monitor.has_begun:
+            return {
+                "error": f"The training has not begun. Received: {counted(count, 'worker')}. Expected: at least "
+                f"{self._elastic.wanted_count}, because the workers that begin wait for one another. Ask again when "
+                "they have made a step."
+            }
         now = time.monotonic()
         starts, leaves = self._elastic.resize(count, now=now)
         self._monitor.resized_to = count
         self._backoff.cancel(leaves)
         for worker in self._group.running:
-            if worker.rank in leaves:
+            if worker.rank in leaves and worker.rank not in self._exit_deadlines:  # a second signal would end it
                 worker.send_signal(signal.SIGTERM)
                 self._exit_deadlines[worker.rank] = now + self._grace_periods.stop
         changes = [

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
@@ -23,6 +23,7 @@ from tfdist.utils.cores_and_ports import host_and_port
 from tfdist.utils.formatting import signal_name
 
 _READY_SECONDS = 30.0
+_NO_CHANGES = "", False
 
 
 class _RunPhase(enum.Enum):
@@ -50,7 +51,7 @@ class RunCoordinator:
         self._tracker: AttemptTracker | None = None
         self._start: dict[str, Any] = {}  # message that starts the running attempt
         self._sent_order: ShutdownOrder | None = None
-        self._sent_changes = ("", False)  # `too_few` and `has_completed` of the tracker
+        self._sent_changes = _NO_CHANGES
         self._ready_by = now
         self._reported_missing: list[int] = []
         self._broken: list[tuple[Node, str]] = []  # connections that failed while sending
@@ -92,6 +93,8 @@ class RunCoordinator:
         if self._phase is _RunPhase.RUNNING and self._tracker is not None:
             for late_node in late_nodes:
                 self._take_back(self._tracker, late_node)
+            if running is not None and _changes(self._tracker) != _NO_CHANGES:  # the others know it already
+                self._tell_changes(self._tracker, [node])
         return node
 
     def _take_back(self, tracker: AttemptTracker, node: Node) -> None:
@@ -252,7 +255,7 @@ class RunCoordinator:
             self._evaluator = AttemptEvaluator(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
         self._tracker = AttemptTracker(self._attempt, nodes, roles, now=now, least=self._spec.elastic or 0)
-        self._sent_order, self._sent_changes = None, ("", False)
+        self._sent_order, self._sent_changes = None, _NO_CHANGES
         self._phase = _RunPhase.RUNNING
         self._start = {
             "type": "start",
@@ -280,17 +283,21 @@ class RunCoordinator:
         silence = SUSPICIOUS_HEARTBEATS * self._spec.heartbeat_seconds
         suspects = any(node.suspects or now - node.heard_at >= silence for node in running)
         tracker.check(suspects=suspects, grace_periods=self._spec.grace_periods(may_restart=False), now=now)
-        if (changes := (tracker.too_few, tracker.has_completed)) != self._sent_changes:
+        if (changes := _changes(tracker)) != self._sent_changes:
             self._sent_changes = changes
-            message = {"too_few": tracker.too_few, "has_completed": tracker.has_completed}
-            for node in running:
-                self._send(node, {"type": "elastic", "attempt": self._attempt, **message})
+            self._tell_changes(tracker, running)
         if tracker.order is not None and tracker.order != self._sent_order:
             self._sent_order = order = tracker.order
             for node in running:
                 self._send(node, {"type": "shut_down", "attempt": self._attempt, **order.as_message()})
         if tracker.is_over and self._phase is _RunPhase.RUNNING:
             self._evaluate(tracker, now)
+
+    def _tell_changes(self, tracker: AttemptTracker, nodes: Iterable[Node]) -> None:
+        too_few, has_completed = _changes(tracker)
+        for node in nodes:
+            message = {"type": "elastic", "attempt": self._attempt}
+            self._send(node, {**message, "too_few": too_few, "has_completed": has_completed})
 
     def _evaluate(self, tracker: AttemptTracker, now: float) -> None:
         """Ends the run, or plans the next attempt."""
@@ -349,6 +356,11 @@ class RunCoordinator:
             node.connection.send(message)
         except ConnectionClosedError as closed:
             self._broken.append((node, str(closed)))
+
+
+def _changes(tracker: AttemptTracker) -> tuple[str, bool]:
+    """The state of an elastic attempt that its nodes have to know: `too_few` and `has_completed`."""
+    return tracker.too_few, tracker.has_completed
 
 
 def _reject_running(connection: NonblockingConnection, running: Mapping[str, Any]) -> None:

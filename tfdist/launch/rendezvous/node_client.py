@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import select
 import socket
 import time
@@ -13,6 +14,7 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
+from tfdist.launch.rendezvous.membership import SUSPICIOUS_HEARTBEATS
 from tfdist.launch.rendezvous.reconnection import Reconnection
 from tfdist.launch.restart.attempt_outcome import ErrorFile, Outcome, encode_outcome
 from tfdist.launch.restart.elastic_workers import describe_too_few
@@ -77,6 +79,7 @@ class NodeClient(RunPolicy):
         self._start_message: Mapping[str, Any] = {}
         self._is_alone = self._has_reported_completion = False
         self._without_worker_since: float | None = None  # while it is alone, since when none of its workers trains
+        self._rejection = "", 0.0  # while it is alone, why it was rejected last, and when to say so
         self._stops_sent = 0
 
     def join(self, request: Mapping[str, Any]) -> None:
@@ -128,7 +131,7 @@ class NodeClient(RunPolicy):
             self._end_alone(outcome, signals)
 
     def poll(self, *, suspects_freeze: bool = False) -> None:
-        if self._is_alone and not self.is_connected:
+        if self._is_alone and not self.is_connected and self._exit_code is None:
             self._join_again()
         if not self.is_connected:
             return
@@ -310,7 +313,7 @@ class NodeClient(RunPolicy):
     def _take_late_answer(self, answer: Mapping[str, Any]) -> None:
         """Takes the answer of a coordinator to a node that was alone."""
         if answer["type"] == "joined":
-            self._is_alone, self._sent_training = False, {}
+            self._is_alone, self._sent_training, self._rejection = False, {}, ("", 0.0)
             self._take_answer(answer)
             if self._has_reported_completion:
                 self.report_completion()
@@ -319,11 +322,24 @@ class NodeClient(RunPolicy):
             self._exit_code = LOST_RUN_EXIT_CODE
             self.shutdown_order = ShutdownOrder("the others have continued without this host")
             self._connection.close()
-        else:  # the coordinator has not noticed yet that it was gone
+        else:
             self._connection.close()
+            self._say_rejection(str(answer["reason"]))
+
+    def _say_rejection(self, reason: str) -> None:
+        """Says once why this node, which asks again, is rejected, unless that passes.
+
+        The coordinator may not have noticed yet that this node was gone.
+        """
+        now, (last_reason, say_at) = self._clock.advance(time.monotonic()), self._rejection
+        if reason != last_reason:
+            self._rejection = reason, now + 2 * SUSPICIOUS_HEARTBEATS * self._heartbeat_seconds
+        elif now >= say_at:
+            self._rejection = reason, math.inf
+            self._console.say(f"the rendezvous rejects this host, whose workers train on; it asks again. {reason}")
 
     def _count_alone(self, count: int, living: int | None, *, has_failure: bool) -> None:
-        """Ends the attempt on this host if too few workers of all hosts are left, as its own report."""
+        """Ends the attempt on this host if too few workers of all hosts train, as those of this host report."""
         now, least = self._clock.advance(time.monotonic()), self._spec.elastic or 0
         if count:
             self._without_worker_since = None

@@ -26,6 +26,7 @@ class _ElasticWorker:
     is_running: bool = False
     has_trained: bool = False  # its present process
     is_wanted: bool = True  # whether it is to train, or was asked to leave
+    is_leaving: bool = False  # whether its present process was asked to leave
     loss: _Loss | None = None  # the last one, unless the others have made a step since
 
     @property
@@ -77,7 +78,7 @@ class ElasticWorkers:
         worker = self._workers.get(rank)
         if worker is not None:
             worker.starts += 1
-            worker.started_at, worker.is_running, worker.has_trained = now, True, False
+            worker.started_at, worker.is_running, worker.has_trained, worker.is_leaving = now, True, False, False
 
     def observe(self, trained_ranks: Collection[int], progress: tuple[int, int], *, now: float) -> list[int]:
         """Takes the state of the training; returns the workers that have joined the others since the last call.
@@ -115,6 +116,15 @@ class ElasticWorkers:
         """Whether a worker is to train."""
         return self._workers[rank].is_wanted
 
+    def is_leaving(self, rank: int) -> bool:
+        """Whether the present process of a worker was asked to leave, also if the worker is wanted again."""
+        return self._workers[rank].is_leaving
+
+    @property
+    def wanted_count(self) -> int:
+        """Number of workers that are to train."""
+        return sum(worker.is_wanted for worker in self._workers.values())
+
     def resize(self, count: int, *, now: float) -> tuple[list[int], list[int]]:
         """Makes another number of workers those that are to train; returns who starts, and who leaves.
 
@@ -128,7 +138,9 @@ class ElasticWorkers:
             last = sorted(wanted, key=lambda rank: (self._trains(self._workers[rank], now), -rank))
             chosen = last[: len(wanted) - count]
         for rank in chosen:
-            self._workers[rank].is_wanted = not self._workers[rank].is_wanted
+            worker = self._workers[rank]
+            worker.is_wanted = not worker.is_wanted
+            worker.is_leaving |= worker.is_running and not worker.is_wanted
         return (chosen, []) if count >= len(wanted) else ([], chosen)
 
     def fail(self) -> None:

@@ -190,6 +190,10 @@ class WorkerBackoff:
         meanwhile = "training waits for it" if is_last else "training continues without it"
         return f"{meanwhile}; restart in {worker.delay:g} s"
 
+    def restart_now(self, rank: int, *, now: float) -> None:
+        """Has a worker that has exited started at once, which does not count as a restart."""
+        self._workers[rank].due_at = now
+
     def cancel(self, ranks: Iterable[int] | None = None) -> list[int]:
         """Does not restart some workers, by default all; returns those that were to be restarted."""
         among = self._workers if ranks is None else ranks
