@@ -46,7 +46,7 @@ _WORKER = _ROOT / "elastic_run" / "worker.py"
 _WARM_UP_STEPS = 10
 _COSTS = {"10 M parameters": (10 * _MILLION, 60), "steps of 5 ms": (20_000, 400)}
 _SECONDS_BETWEEN_FAULTS, _STOPPED_SECONDS = (20.0, 40.0), 15.0
-_SECONDS_OF_RANDOM_STEP = 0.075  # about
+_SECONDS_OF_RANDOM_STEP, _STEPS_WITHOUT_FAULTS = 0.075, 200  # about; at the end
 _ELASTIC, _RESTARTS = "elastic", "restarts"
 
 Event = tuple[str, int, int, list[int], float]  # kind, rank, step, ranks that train, time in seconds since 1970
@@ -148,8 +148,10 @@ def measure_random(minutes: float, seed: int) -> dict[str, Any]:
     def disturb(folder: Path, process: Any) -> None:
         while process.poll() is None:
             time.sleep(choose.uniform(*_SECONDS_BETWEEN_FAULTS))
-            living = _living(folder)
-            if len(living) < 2 or process.poll() is not None:
+            step, living = _last_step(folder)
+            if step > steps - _STEPS_WITHOUT_FAULTS:
+                return  # a worker that is lost when another one has ended with 0 fails the run
+            if len(living) < 2:
                 continue
             victim, kind = choose.choice(living), choose.choice(["kill", "kill", "stop"])
             pid = int((folder / f"pid-{victim}").read_text())
@@ -189,11 +191,12 @@ def measure_random(minutes: float, seed: int) -> dict[str, Any]:
     }
 
 
-def _living(folder: Path) -> list[int]:
-    """Returns the ranks that trained when the last step was made."""
+def _last_step(folder: Path) -> tuple[int, list[int]]:
+    """Returns the last step that was made, and the ranks that trained then."""
     last = [json.loads(lines[-1]) for file in folder.glob("*.jsonl") if (lines := file.read_text().splitlines())]
     steps = [event for event in last if event[0] == "step"]
-    return max(steps, key=lambda event: event[4])[3] if steps else []
+    last_event = max(steps, key=lambda event: event[4], default=("step", 0, 0, [], 0.0))
+    return last_event[2], last_event[3]
 
 
 def curve(events: list[Event]) -> list[list[float]]:

@@ -207,34 +207,18 @@ class SpikeGuard(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._batch = batch
 
-    def before_attempts(self, function: StepFunction) -> StepFunction:
+    def before_attempts(self, run: StepFunction) -> StepFunction:
         """See `StepGuard`."""
 
-        def attempt(iterator: Any) -> Any:
+        def attempt(batch: Any) -> Any:
             self._before = self._written.read()
-            return function(iterator)
+            return run(batch)
 
         return attempt
 
-    def after_steps(self, model: Any, function: StepFunction) -> StepFunction:
+    def after_step(self, run: StepFunction) -> StepFunction:
         """See `StepGuard`."""
-
-        def run_steps(iterator: Any) -> Any:
-            steps = int(model.steps_per_execution)
-            if steps == 1:
-                return self._decide(function(iterator))
-            logs: Any = None
-            for number in range(steps):
-                try:
-                    batch = next(iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    if number == 0:
-                        raise StopIteration from None
-                    break
-                logs = self._decide(function(iter([batch])))
-            return logs
-
-        return run_steps
+        return lambda batch: self._decide(run(batch))
 
     def _decide(self, logs: Any) -> Any:
         """Returns the logs of the last step that counts: those of the present one, unless it has jumped."""

@@ -42,10 +42,6 @@ def check_elastic_options(**options: Any) -> None:
             )
 
 
-def _step_on(function: Callable[[Any], Any], batch: Any) -> Callable[[], Any]:
-    return lambda: function(iter([batch]))
-
-
 class ElasticTraining:
     """The steps of a strategy whose workers may be lost, and the callbacks that its `fit` has.
 
@@ -147,9 +143,12 @@ class ElasticTraining:
         self._accumulation_of(model).run(update)
 
     def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns the function of Keras that runs steps of the model, each of which counts on all workers or on none.
+        """Returns a function that runs a step of the model on a batch: it counts on all workers or on none.
 
-        `name` is "train", "test" or "predict".
+        Args:
+            model: The model.
+            name: "train", "test" or "predict".
+            function: Runs the step on a batch. It is called again if a worker is lost meanwhile.
         """
         if name == "predict":
             return lambda data: self._transactions.run(lambda: function(data), NOTHING)
@@ -160,20 +159,7 @@ class ElasticTraining:
             run = self._accumulation_of(model, is_new=True).run
         else:
             run = functools.partial(self._transactions.run, written=self._written_by(model))
-
-        def run_steps(iterator: Any) -> Any:
-            logs: Any = None
-            for number in range(model.steps_per_execution):
-                try:
-                    batch = next(iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    if number == 0:
-                        raise StopIteration from None
-                    break
-                logs = run(_step_on(function, batch))
-            return logs
-
-        return run_steps
+        return lambda batch: run(lambda: function(batch))
 
     def follow(self, workers: Sequence[int]) -> None:
         """Other workers train than before: those of these numbers."""

@@ -4,7 +4,7 @@ import functools
 import inspect
 import logging
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -116,9 +116,35 @@ def _reset_metrics(strategy: Any, model: Any) -> None:
 def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
     elastic, guard = strategy._elastic, strategy.step_guard
     guard = guard if guard is not None and name == "train" and guard.model is model else None
-    function = function if guard is None else guard.before_attempts(function)
-    function = function if elastic is None else elastic.step_function(model, name, function)
-    return function if guard is None else guard.after_steps(model, function)
+    if elastic is None and guard is None:
+        return function
+    if name == "predict":
+        return elastic.step_function(model, name, function)
+
+    def run_on_batch(batch: Any) -> Any:
+        return function(iter([batch]))
+
+    run = run_on_batch if guard is None else guard.before_attempts(run_on_batch)
+    run = run if elastic is None else elastic.step_function(model, name, run)
+    return _one_step_at_a_time(model, run if guard is None else guard.after_step(run))
+
+
+def _one_step_at_a_time(model: Any, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns the function of Keras that draws the batches of an execution and runs a step on each."""
+
+    def run_steps(iterator: Any) -> Any:
+        logs: Any = None
+        for number in range(model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if number == 0:
+                    raise StopIteration from None
+                break
+            logs = run(batch)
+        return logs
+
+    return run_steps
 
 
 HOOKS = StrategyHooks(

@@ -285,10 +285,10 @@ def test_a_step_that_is_computed_again_is_taken_back_to_its_last_beginning():
     variable = tf.Variable(1.0)
     guard = SpikeGuard()
     guard._written = WrittenVariables(lambda: [variable])
-    attempt = guard.before_attempts(lambda iterator: variable.assign(next(iterator)))
-    attempt(iter([5.0]))
+    attempt = guard.before_attempts(variable.assign)
+    attempt(5.0)
     variable.assign(2.0)  # as rows that are divided among other workers
-    attempt(iter([6.0]))
+    attempt(6.0)
     guard._written.take_back(guard._before)
     assert variable.numpy() == 2.0
 

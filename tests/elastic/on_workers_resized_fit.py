@@ -21,7 +21,7 @@ def main(folder):
     import keras
     import numpy as np
 
-    from tfdist.launch.processes.control_socket import request
+    from tfdist.launch.cli.resize_command import request
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
     strategy = MultiWorkerMirroredStrategy()

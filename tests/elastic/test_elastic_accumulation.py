@@ -161,16 +161,17 @@ def _trained(losses):
         metric_totals=strategy.metric_totals,
     )
     model.make_train_function()
-    function = training.step_function(model, "train", model.train_function)
+    train = model.train_function
+    function = training.step_function(model, "train", lambda batch: train(iter([batch])))
     batches = np.random.default_rng(0).normal(size=(7, 5, 4)).astype(np.float32)
     for number, rows in enumerate(batches):
         if number == 4:
             model.optimizer.learning_rate = 0.05
-            function = training.step_function(model, "train", model.train_function)
+            function = training.step_function(model, "train", lambda batch: train(iter([batch])))
         if number in losses:
             transactions.view = View((number + 2, 0), (0, number + 2))
             transactions.failures = 1
-        function(iter([(rows[:, :3], rows[:, 3:])]))
+        function((rows[:, :3], rows[:, 3:]))
         assert training._view_of_sums(model) == (transactions.view if (number + 1) % 3 else None)
     training.run_update(model, lambda: model.optimizer._iterations.assign_add(2))
     values = [*model.variables, *model.optimizer.variables, *model.metrics_variables]

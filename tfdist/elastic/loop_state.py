@@ -19,7 +19,6 @@ from tfdist.recovery.random_generators import (
 )
 from tfdist.utils.json_state import from_json, to_json
 
-_LARGEST_METRIC_STATE_BYTES = 2**18  # as for steps of Keras
 _VARIABLE, _TOTAL, _COMPRESSION, _GENERATOR = "variable", "total", "compression", "generator/"
 
 
@@ -141,7 +140,7 @@ class LoopState:
         """Returns the variables of metrics whose sums are stored after each step."""
         found = self._of_metrics()
         size = sum(one.shape.num_elements() * _dtype(one).size for one in found)
-        return found if size <= _LARGEST_METRIC_STATE_BYTES else []
+        return found if size <= self._totals.largest_bytes else []
 
     def _equal(self) -> list[Any]:
         """Returns the variables that are equal on all workers between two steps."""

@@ -79,14 +79,14 @@ class WrittenVariables:
             found = self._find()
             self._known = set(map(id, found))
             self._variables = [*found, *self._find_overwritten()]
-            self._kept = self._variables
+            self._early_variables = self._variables
         elif self._is_traced:
-            self._kept, self._is_traced = self._written_early(), False
+            self._early_variables, self._is_traced = self._written_early(), False
         self._steps += 1
         # A function that has been traced, and now runs eagerly, writes without waiting.
-        self._read = self._variables if tf.config.functions_run_eagerly() else self._kept
+        self._kept = self._variables if tf.config.functions_run_eagerly() else self._early_variables
         with tf.init_scope():
-            return [(variable, _value_of(variable)) for variable in self._read]
+            return [(variable, _value_of(variable)) for variable in self._kept]
 
     def trace(self, write_after: Callable[[Sequence[Any]], set[int]]) -> None:
         """Lets the writes of the graph wait, and keeps no values any more of the variables that it writes late."""
@@ -106,7 +106,7 @@ class WrittenVariables:
         if self._steps < _STEPS_THAT_CREATE:
             is_kept = self._known.issuperset(map(id, self._find()))
         else:
-            is_kept = set(map(id, self._written_early())).issubset(map(id, self._read))
+            is_kept = set(map(id, self._written_early())).issubset(map(id, self._kept))
         if not is_kept:
             raise ExchangeError(
                 "A worker was lost during the first step of a function, which cannot be taken back. Received: new "

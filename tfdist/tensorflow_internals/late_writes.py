@@ -1,7 +1,7 @@
 """Lets what a function writes to variables wait for an operation that its graph gets at the end."""
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,11 +45,12 @@ def write_after(
     variables = {id(inner[id(handle)]): id(handle) for handle in handles if id(handle) in inner}
     others = {id(inner[id(handle)]) for handle in earlier if id(handle) in inner}
     first = [check for check in graph.get_collection(_CHECKS) if check.graph is graph]
-    writes, predecessors = collections.defaultdict(list), _order(graph.get_operations())
-    for operation in graph.get_operations():
+    uses = {operation: list(resources_of(operation)) for operation in graph.get_operations()}
+    writes, predecessors = collections.defaultdict(list), _order(uses)
+    for operation, used in uses.items():
         if _is_collective(operation) or any(id(tensor) in others for tensor in operation.inputs):
             first.append(operation)
-        for tensor, kind in resources_of(operation):
+        for tensor, kind in used:
             if id(tensor) in variables and _writes(kind):
                 writes[variables[id(tensor)]].append(operation)
     needed, waiting = set(), list(first)
@@ -66,8 +67,10 @@ def write_after(
     return early
 
 
-def _order(operations: Sequence[tf.Operation]) -> dict[Any, list[tf.Operation]]:
+def _order(uses: Mapping[Any, Sequence[tuple[Any, Any]]]) -> dict[Any, list[tf.Operation]]:
     """Returns the operations after which a function runs each one although none of its inputs says so.
+
+    `uses` has them in the order in which they were added, with the resources that each one uses.
 
     It orders them when its graph is complete: those that use a resource around those that write to it, and all other
     stateful ones, as they were added.
@@ -76,8 +79,8 @@ def _order(operations: Sequence[tf.Operation]) -> dict[Any, list[tf.Operation]]:
     last_write: dict[int, Any] = {}
     reads: dict[int, list[Any]] = collections.defaultdict(list)
     last_of_others = None
-    for operation in operations:
-        for tensor, kind in resources_of(operation):
+    for operation, used in uses.items():
+        for tensor, kind in used:
             key = id(tensor)
             if key in last_write:
                 predecessors[operation].append(last_write[key])

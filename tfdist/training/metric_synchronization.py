@@ -19,10 +19,6 @@ from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.sample_shares import ReplicaStep
 from tfdist.training.step_guard import StepGuard
 
-# Metric states up to this size are sent after each step. Larger ones (a confusion matrix of 1,000 classes) are sent at
-# the end of the epoch, when Keras reads them; until then batch logs are the replicas' mean.
-_LARGEST_METRIC_STATE_BYTES = 2**18
-
 
 @dataclass(frozen=True)
 class PartialResult:
@@ -112,7 +108,7 @@ def synchronize_results(
 def exchanged_metrics(model: Any) -> list[Any]:
     """Returns the Keras variables of metrics of `model` whose sums over all replicas each step exchanges."""
     metrics = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
-    is_too_large = sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES
+    is_too_large = sum(variable.shape.num_elements() for variable in metrics) * 4 > MetricTotals.largest_bytes
     return [] if is_too_large else metrics
 
 

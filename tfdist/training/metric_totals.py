@@ -9,7 +9,15 @@ from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 
 class MetricTotals:
-    """A copy of the sum of each metric's state over all replicas, on each worker."""
+    """A copy of the sum of each metric's state over all replicas, on each worker.
+
+    Attributes:
+        largest_bytes: The size up to which the states of all metrics are exchanged in each step. Larger ones (a
+            confusion matrix of 1,000 classes) are sent at the end of the epoch, when Keras reads them; until then batch
+            logs are the replicas' mean.
+    """
+
+    largest_bytes = 256 * 2**10
 
     def __init__(self) -> None:
         self._totals: dict[int, tuple[Any, Any]] = {}  # a Keras variable, and its sum, by the identity of the first

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
-StepFunction = Callable[[Any], Any]  # runs steps on the batches of an iterator, and returns the logs
+StepFunction = Callable[[Any], Any]  # runs a step on a batch, and returns the logs
 _UNKNOWN = -1.0
 
 
@@ -23,11 +23,11 @@ class StepGuard(Protocol):
     model: Any
     values: "StepValues"
 
-    def before_attempts(self, function: StepFunction) -> StepFunction:
-        """Wraps the function of Keras that runs one step. It is called again if a worker is lost meanwhile."""
+    def before_attempts(self, run: StepFunction) -> StepFunction:
+        """Wraps the function that runs a step. It is called again if a worker is lost meanwhile."""
 
-    def after_steps(self, model: Any, function: StepFunction) -> StepFunction:
-        """Wraps the function that runs steps until they count; returns that of `fit`."""
+    def after_step(self, run: StepFunction) -> StepFunction:
+        """Wraps the function that runs a step until it counts."""
 
 
 class StepValues:

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
+from tfdist.launch.cli import resize_command
 from tfdist.launch.cli.main import main
-from tfdist.launch.processes import control_socket
-from tfdist.launch.processes.control_socket import ControlSocket, request
+from tfdist.launch.cli.resize_command import request
+from tfdist.launch.processes.control_socket import ControlSocket
 from tfdist.launch.processes.event_loop import EventLoop
 from tfdist.utils.argument_checks import UsageError
 
@@ -63,7 +64,7 @@ def test_who_sends_nothing_or_nonsense_does_not_keep_others_from_an_answer(serve
 
 
 def test_a_request_that_was_not_answered_in_time_is_not_carried_out_later(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(control_socket, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(resize_command, "_ANSWER_SECONDS", 0.01)
     with pytest.raises(UsageError, match="between two attempts, or the launcher is stopped. Ask again"):
         request(tmp_path / "run.sock", {"workers": 1})
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from role_runs import lines_of
 
-from tfdist.launch.processes.control_socket import request
+from tfdist.launch.cli.resize_command import request
 from tfdist.utils.argument_checks import UsageError
 
 # A process that replaces another one has another life.
@@ -24,6 +24,19 @@ DIES_THREE_TIMES = """
 if RANK == 1 and LIFE < 3:
     wait_for("up-0")
     die()
+"""
+
+
+# Worker 1 is lost, and waits to join when it is started again; then the others end.
+WAITS_TO_JOIN = """
+    if RANK == 1 and LIFE == 0:
+        wait_for(life_file(0, 0))
+        die()
+    if RANK == 1:
+        beat(step=0)
+        note("waiting")
+        hang()
+    wait_for("waiting")
 """
 
 
@@ -171,17 +184,7 @@ if RANK == 0:
 
 
 def test_worker_that_waits_to_join_is_ended_after_the_others(run):
-    script = """
-        if RANK == 1 and LIFE == 0:
-            wait_for(life_file(0, 0))
-            die()
-        if RANK == 1:
-            beat(step=0)
-            note("waiting")
-            hang()
-        wait_for("waiting")
-    """
-    ended = run(elastic(script), "--elastic", "1", "--grace", "0.5", "--heartbeat-timeout", "0")
+    ended = run(elastic(WAITS_TO_JOIN), "--elastic", "1", "--grace", "0.5", "--heartbeat-timeout", "0")
     assert ended.code == 0
     assert ended.said[-1] == "worker 1 ended: killed by SIGTERM; the training has ended without it"
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from coordinator_hosts import Hosts
 from node_runs import HOST, NO_DELAY, says, says_lost
-from test_elastic_runs import KILLED, LIVES
+from test_elastic_runs import KILLED, LIVES, WAITS_TO_JOIN
 
 from tfdist.launch.run_spec import RunSpec
 
@@ -211,18 +211,8 @@ def test_too_few_on_all_nodes_restart_all(elastic):
 
 @pytest.mark.long
 def test_a_worker_that_waits_to_join_is_ended_after_those_of_other_nodes(elastic):
-    script = """
-        if RANK == 1 and LIFE == 0:
-            wait_for(life_file(0, 0))
-            die()
-        if RANK == 1:
-            beat(step=0)
-            note("waiting")
-            hang()
-        wait_for("waiting")
-    """
     options = ("--grace", "0.5", "--heartbeat-timeout", "0")
-    ended = [run.end() for run in [elastic(rank, script, *options) for rank in (0, 1)]]
+    ended = [run.end() for run in [elastic(rank, WAITS_TO_JOIN, *options) for rank in (0, 1)]]
     assert [one.code for one in ended] == [0, 0], ended
     assert says(ended[1], f"worker 1 failed: {KILLED}; training continues without it; restart in 1 s")
     assert ended[1].said[-1] == "worker 1 ended: killed by SIGTERM; the training has ended without it"
@@ -393,6 +383,15 @@ def test_node_0_is_lost_while_another_one_waits_for_its_end(elastic):
     assert ended.code == 0, ended
 
 
+def _without_node_0(first, second):
+    """Returns how node 1 ends that goes on when it has lost node 0."""
+    first.process.kill()
+    first.process.communicate()
+    wait_until_alone(second)
+    (second._here / "go").touch()
+    return second.end()
+
+
 def _lives(run, name):
     return (pathlib.Path("/proc") / (run._here / name).read_text()).exists()
 
@@ -411,11 +410,7 @@ def test_the_run_ends_without_node_0(elastic):
         text = textwrap.dedent(script).replace("CODE", str(code))
         first, second = (elastic(rank, text, *options) for rank in (0, 1))
         second.wait_for("up-0", "up-1")
-        first.process.kill()
-        first.process.communicate()
-        wait_until_alone(second)
-        (second._here / "go").touch()
-        ended = second.end()
+        ended = _without_node_0(first, second)
         assert ended.code == expected, ended
         for path in second._here.glob("*"):
             if path.name not in ("worker.py", "script.py"):
@@ -433,11 +428,7 @@ def test_too_few_without_node_0(elastic):
     """
     first, second = (elastic(rank, script) for rank in (0, 1))
     second.wait_for("up-0", "up-1")
-    first.process.kill()
-    first.process.communicate()
-    wait_until_alone(second)
-    (second._here / "go").touch()
-    ended = second.end()
+    ended = _without_node_0(first, second)
     assert ended.code == 1, ended
     assert says(ended, "ending the workers: 0 workers left of at least 1 (--elastic)")
 

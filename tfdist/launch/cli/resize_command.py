@@ -1,10 +1,18 @@
 """`tfdist resize`: changes the number of workers of an elastic run while they train."""
 
 import argparse
+import json
+import socket
+import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tfdist.launch.processes.control_socket import request
-from tfdist.utils.argument_checks import whole_number
+from tfdist.launch.processes.control_socket import MAX_BYTES
+from tfdist.utils.argument_checks import UsageError, whole_number
+from tfdist.utils.json_messages import json_object
+
+_ANSWER_SECONDS = 30.0
 
 HELP = "change the number of workers of an elastic run while they train"
 DESCRIPTION = """\
@@ -32,3 +40,39 @@ def execute(options: argparse.Namespace) -> int:
     """Sends the request, and prints the answer."""
     print(request(options.socket, {"workers": options.workers}))
     return 0
+
+
+def request(path: Path, message: Mapping[str, Any]) -> str:
+    """Sends a request to a run, and returns its answer.
+
+    Raises:
+        UsageError: No run listens there, or it refuses the request, or does not answer in 30 s; then it does not carry
+            the request out later.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            # `settimeout` would not wait while many others wait to be accepted.
+            seconds, fraction = divmod(_ANSWER_SECONDS, 1.0)
+            limit = struct.pack("ll", int(seconds), int(1e6 * fraction))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, limit)
+            connection.connect(str(path))
+            connection.send(json.dumps(message).encode())
+            received = connection.recv(MAX_BYTES)
+            if not received:
+                raise BlockingIOError
+            answer = json_object(received)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"The run does not answer. Received: {path}. Expected: an answer within {_ANSWER_SECONDS:g} s. The run is "
+            "between two attempts, or the launcher is stopped. Ask again; this request is not carried out."
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"No run answers. Received: {path} ({reason}). Expected: the path that a run has got by --control-socket, "
+            "on the same host, while it trains. Correct the path."
+        ) from error
+    if "error" in answer:
+        raise UsageError(str(answer["error"]))
+    return str(answer.get("text"))

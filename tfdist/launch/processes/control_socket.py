@@ -1,4 +1,4 @@
-"""A Unix socket at which a run listens for requests of its user, and the request."""
+"""A Unix socket at which a run listens for requests of its user."""
 
 import collections
 import contextlib
@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import stat
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.json_messages import json_object
 
 _BACKLOG = 16
-_MAX_BYTES = 4096
-_ANSWER_SECONDS = 30.0
+MAX_BYTES = 4096
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, str]]
 
@@ -79,45 +77,9 @@ class ControlSocket:
         events.unwatch(connection.fileno())
         self._waiting.remove(connection)
         with connection, contextlib.suppress(OSError, ValueError):  # whoever does not ask properly gets no answer
-            message = json_object(connection.recv(_MAX_BYTES))
+            message = json_object(connection.recv(MAX_BYTES))
             if not _has_hung_up(connection):  # who does not wait may have asked again
                 connection.send(json.dumps(answer(message)).encode())
-
-
-def request(path: Path, message: Mapping[str, Any]) -> str:
-    """Sends a request to a run, and returns its answer.
-
-    Raises:
-        UsageError: No run listens there, or it refuses the request, or does not answer in 30 s; then it does not carry
-            the request out later.
-    """
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            # `settimeout` would not wait while many others wait to be accepted.
-            seconds, fraction = divmod(_ANSWER_SECONDS, 1.0)
-            limit = struct.pack("ll", int(seconds), int(1e6 * fraction))
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, limit)
-            connection.connect(str(path))
-            connection.send(json.dumps(message).encode())
-            received = connection.recv(_MAX_BYTES)
-            if not received:
-                raise BlockingIOError
-            answer = json_object(received)
-    except BlockingIOError as error:
-        raise UsageError(
-            f"The run does not answer. Received: {path}. Expected: an answer within {_ANSWER_SECONDS:g} s. The run is "
-            "between two attempts, or the launcher is stopped. Ask again; this request is not carried out."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"No run answers. Received: {path} ({reason}). Expected: the path that a run has got by --control-socket, "
-            "on the same host, while it trains. Correct the path."
-        ) from error
-    if "error" in answer:
-        raise UsageError(str(answer["error"]))
-    return str(answer.get("text"))
 
 
 def _has_hung_up(connection: socket.socket) -> bool:
