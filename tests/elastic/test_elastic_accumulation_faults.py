@@ -108,7 +108,8 @@ def test_a_worker_that_joins_takes_over_when_all_others_are_lost_in_the_accumula
             def follow(view: object, new=new, connect=connect, has_connected=has_connected) -> None:  # type: ignore[no-untyped-def]
                 nonlocal lost
                 connect(view)
-                if not has_connected.is_set() and new._accumulation._is_within:  # otherwise another one has to join
+                # Otherwise another one has to join: a step of validation may also follow the last of an accumulation.
+                if not has_connected.is_set() and new._accumulation.view_of_sums is not None:
                     lost = True
                     old.kill()
                 has_connected.set()
