@@ -12,8 +12,7 @@ from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.strategies import auto_layout
-from tfdist.tensor_parallel.composite_layers import combined_results
-from tfdist.tensor_parallel.inner_calls import inner_calls
+from tfdist.tensor_parallel.composite_layers import combined_results, inner_calls
 from tfdist.utils.formatting import format_bytes
 
 layers, ops = keras.layers, keras.ops

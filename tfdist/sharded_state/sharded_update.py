@@ -1,21 +1,161 @@
 """One update of an optimizer whose slots are split: scatter gradients, update the own part, gather what changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
-from tfdist.compression.gradient_tensors import all_finite
+from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
+from tfdist.compression import Group
+from tfdist.compression.gradient_tensors import all_finite, flatten, zeros_unless
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.part_updates import OwnedUpdate, PartUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots
-from tfdist.sharded_state.exchange import PartExchange, own_part
-from tfdist.sharded_state.layout import Unit
+from tfdist.sharded_state.layout import SpanLayout, Unit
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
 from tfdist.updates.update_engine import WholeUpdate
+
+Tensors = Mapping[int, tf.Tensor]  # by the position of the variable
+
+
+class PartExchange:
+    """Exchanges the units of a layout over a group of all replicas.
+
+    Each gets the sums of its part, and later the new values of all parts.
+    """
+
+    def __init__(self, layout: SpanLayout, group: Group, replicas: list[int], replica: int) -> None:
+        """`replicas` are the numbers of the replicas at each position of the group, `replica` is that of this one."""
+        self._layout, self._group, self._replicas, self._replica = layout, group, replicas, replica
+
+    def reduce_scatter(self, unit: Unit, gradients: Tensors, contributes: tf.Tensor | None) -> dict[int, tf.Tensor]:
+        """Sums dense gradients of a unit, or of some of its variables; a replica gets the part that it owns.
+
+        A replica of N sends `(N - 1) / N` of the gradients; zeros if the bool scalar `contributes` is false. Where the
+        group has no reduce-scatter, as between CPUs of a process, it takes its part of the whole sum.
+
+        Returns the sums of this replica's spans that are not empty, flat.
+        """
+        layout = self._layout
+        present = [position for position in unit.positions if position in gradients]
+        if not present:
+            return {}
+        timed, members = begin_bucket(self._group, [gradients[position] for position in present])
+        sizes = [layout.sizes[position] for position in present]
+        if not timed.adds_rows or self._is_sum_shorter(unit, present):
+            (vector,) = end_bucket(timed, [timed.sum(zeros_unless(contributes, flatten(members)))])
+            vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
+            spans = {position: layout.spans(position)[self._replica] for position in present}
+            return {
+                position: vectors[position][span.start : span.stop] for position, span in spans.items() if span.size
+            }
+        if unit.is_divided and len(present) == len(unit.positions):
+            length = unit.part_length
+            missing = layout.replicas * length - sum(sizes)  # `flatten` adds the padding: one copy, or none.
+            padded = [*members, tf.zeros([missing], members[0].dtype)] if missing else members
+            rows = tf.reshape(zeros_unless(contributes, flatten(padded)), [layout.replicas, length])
+            if self._replicas != list(range(layout.replicas)):
+                rows = tf.gather(rows, self._replicas)
+        else:
+            length = self._longest(present)
+            vectors = dict(zip(present, tf.split(zeros_unless(contributes, flatten(members)), sizes), strict=True))
+            rows = tf.stack([_padded(self._part(vectors, present, owner), length) for owner in self._replicas])
+        (total,) = end_bucket(timed, [timed.reduce_scatter(rows)])
+        return self._split(total, present, self._replica)
+
+    def all_gather(self, unit: Unit, parts: Tensors, positions: Sequence[int], dtype: tf.DType) -> dict[int, tf.Tensor]:
+        """Gathers the parts of variables of a unit, whose `positions` are equal on all replicas; returns them flat.
+
+        A replica of N sends `(N - 1) / N` of the variables. `parts` are the values of its spans that are not empty.
+        """
+        layout = self._layout
+        if self._is_sum_shorter(unit, positions):
+            return self._sum_of_words(parts, positions, dtype)
+        own_parts = [parts[position] for position in positions if position in parts]
+        is_complete = unit.is_divided and len(positions) == len(unit.positions)
+        length = unit.part_length if is_complete else self._longest(positions)
+        row = _padded(flatten(own_parts) if own_parts else tf.zeros([0], dtype), length)
+        timed, (row,) = begin_bucket(self._group, [row])
+        gathered = timed.gather(to_words(row[tf.newaxis]))
+        (rows,) = end_bucket(timed, [from_words(gathered, dtype, layout.replicas, length)])
+        sizes = [layout.sizes[position] for position in positions]
+        if is_complete:
+            if self._replicas != list(range(layout.replicas)):
+                rows = tf.gather(rows, [self._replicas.index(owner) for owner in range(layout.replicas)])
+            vector, missing = tf.reshape(rows, [-1]), layout.replicas * length - sum(sizes)
+            if len(sizes) == 1 and not missing:
+                return {positions[0]: vector}
+            return dict(zip(positions, tf.split(vector, [*sizes, missing]), strict=False))
+        parts_by_position: dict[int, list[tf.Tensor]] = {position: [] for position in positions}
+        for owner in range(layout.replicas):
+            split = self._split(rows[self._replicas.index(owner)], positions, owner)
+            for position, part in split.items():
+                parts_by_position[position].append(part)
+        return {position: flatten(of_owners) for position, of_owners in parts_by_position.items()}
+
+    def _is_sum_shorter(self, unit: Unit, positions: Sequence[int]) -> bool:
+        """Whether an all-reduce sends less than parts of whole variables, which are filled up to the longest one."""
+        # Of N replicas, each sends 2 (N - 1) / N of the total, or N - 1 parts of the longest one's length.
+        total = sum(self._layout.sizes[position] for position in positions)
+        return not unit.is_divided and self._layout.replicas * self._longest(positions) > 2 * total
+
+    def _sum_of_words(self, parts: Tensors, positions: Sequence[int], dtype: tf.DType) -> dict[int, tf.Tensor]:
+        """Gathers whole variables by a sum of bits, in which a replica sends zeros for those that it does not own."""
+        sizes = [self._layout.sizes[position] for position in positions]
+        own_or_zeros = [
+            tf.reshape(parts[position], [-1]) if position in parts else tf.zeros([size], dtype)
+            for position, size in zip(positions, sizes, strict=True)
+        ]
+        timed, members = begin_bucket(self._group, own_or_zeros)
+        words = timed.sum(to_words(flatten(members)[tf.newaxis])[0])
+        (vector,) = end_bucket(timed, [from_words(words[tf.newaxis], dtype, 1, sum(sizes))[0]])
+        return dict(zip(positions, tf.split(vector, sizes), strict=True))
+
+    def _longest(self, positions: Sequence[int]) -> int:
+        spans = [self._layout.spans(position) for position in positions]
+        return max(sum(of_variable[replica].size for of_variable in spans) for replica in range(self._layout.replicas))
+
+    def _part(self, vectors: Tensors, positions: Sequence[int], replica: int) -> tf.Tensor:
+        spans = [(vectors[position], self._layout.spans(position)[replica]) for position in positions]
+        return flatten([vector[span.start : span.stop] for vector, span in spans])
+
+    def _split(self, row: tf.Tensor, positions: Sequence[int], replica: int) -> dict[int, tf.Tensor]:
+        """Splits the part of `replica` into its spans."""
+        span_values, start = {}, 0
+        for position in positions:
+            size = self._layout.spans(position)[replica].size
+            if size:
+                span_values[position] = row[start : start + size]
+                start += size
+        return span_values
+
+
+def own_part(
+    layout: SpanLayout, position: int, replica: int, gradient: tf.Tensor | tf.IndexedSlices, rows: int | None
+) -> tf.Tensor:
+    """Returns the values of the span of `replica` of a whole gradient, flat.
+
+    `rows` is the first dimension of the variable, `None` if it is a scalar.
+    """
+    span = layout.spans(position)[replica]
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.reshape(gradient, [-1])[span.start : span.stop]
+    row = layout.sizes[position] // (rows or 1)
+    first, last = span.start // row, -(-span.stop // row)
+    is_own = (gradient.indices >= first) & (gradient.indices < last)
+    values = tf.reshape(tf.boolean_mask(gradient.values, is_own), [-1, row])
+    rows = tf.boolean_mask(gradient.indices, is_own) - first
+    dense = tf.reshape(tf.math.unsorted_segment_sum(values, rows, last - first), [-1])
+    return tf.ensure_shape(dense[span.start - first * row : span.stop - first * row], [span.size])
+
+
+def _padded(vector: tf.Tensor, length: int) -> tf.Tensor:
+    missing = length - int(vector.shape[0])
+    return tf.pad(vector, [[0, missing]]) if missing else vector
 
 
 class ShardedUpdate(WholeUpdate):

@@ -14,8 +14,7 @@ from tfdist.keras_internals.layer_calls import (
     projections_of,
     table_of,
 )
-from tfdist.tensor_parallel.composite_layers import hidden_values_of, inner_layers_of
-from tfdist.tensor_parallel.inner_calls import InnerCalls, inner_calls
+from tfdist.tensor_parallel.composite_layers import InnerCalls, hidden_values_of, inner_calls, inner_layers_of
 from tfdist.tensor_parallel.sharded_layers import (
     aware_layers,
     drops_parts,
