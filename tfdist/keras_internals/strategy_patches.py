@@ -1,4 +1,4 @@
-"""The patches that tfdist's strategies need, in one order; each asks for the hooks of the strategy. Synchronized moments."""
+"""The patches that tfdist's strategies need, in one order, by the hooks of the strategy; moments over all replicas."""
 
 from typing import Any
 
