@@ -85,7 +85,7 @@ def test_own_name(monkeypatch):
 )
 def test_own_address(monkeypatch, host, other, level, found):
     monkeypatch.setattr(checks, "is_own", lambda address: address != "8.8.8.8")
-    monkeypatch.setattr(checks, "_is_loopback", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(checks, "is_loopback", lambda address: address == "127.0.0.1")
     resolving(monkeypatch, {"own": ["127.0.0.9", "8.8.8.8"], "far": ["8.8.8.8"], "loop": ["127.0.0.1"]})
     finding = one(checks.check_own_address(context(f"{host}:1", f"{other}:2")))
     assert finding.level == level and found in finding.found

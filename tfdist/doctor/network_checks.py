@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfdist.doctor.check_context import CheckContext, host_of
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.utils.cores_and_ports import listen_on_all_interfaces, temporary_ports
+from tfdist.utils.cores_and_ports import is_loopback, listen_on_all_interfaces, temporary_ports
 from tfdist.utils.formatting import printable
 
 # gRPC uses the first proxy that is set (lower case only), except for the hosts in the first list that is set.
@@ -44,7 +44,7 @@ def check_own_address(context: CheckContext) -> list[Finding]:
     shown = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
     if any(map(is_own, addresses)):
         is_one_host = len({host_of(address) for address in context.addresses.values()}) == 1
-        if is_one_host or not all(map(_is_loopback, addresses)):
+        if is_one_host or not all(map(is_loopback, addresses)):
             return [Finding(OK, "own address", shown)]
         expected = "an address at which other hosts reach this host"
         remedy = f"Use an address of the network; if {host} is this host's name, correct /etc/hosts."
@@ -147,10 +147,6 @@ def _is_in_subnet(host: str, entry: str) -> bool:
         return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
     except ValueError:
         return False
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 _LISTEN_STATE = "0A"
