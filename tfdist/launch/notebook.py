@@ -153,6 +153,7 @@ def from_notebook(
     *args: Any,
     workers: int | None = None,
     plan: NotebookPlans | str | os.PathLike[str] | None = None,
+    elastic: int | None = None,
     max_restarts: int = 0,
     threads_per_worker: int | None = None,
     seed: int | None = None,
@@ -190,6 +191,8 @@ def from_notebook(
         plan: What `plan_from_notebook` has returned, or the path of a file of `tfdist plan --json`. The function
             creates its strategy by `tfdist.strategies.planned()`. If the best plan has a chief, that process alone
             calls the function, and the list has one value.
+        elastic: The least number of workers that train: a worker that is lost is started again alone, while the others
+            train on, as by `tfdist run --elastic`. None: the loss of one is a failure of all.
         max_restarts: How often to restart all workers after a failure, and to call the function again. With
             `FailureRecovery` the training resumes from the newest checkpoint.
         threads_per_worker: Threads of each worker. Defaults to the usable cores divided by `workers`.
@@ -201,7 +204,8 @@ def from_notebook(
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
 
     Returns:
-        The function's return value in each worker, by rank.
+        The function's return value in each worker, by rank. With `elastic` that of the last process of a rank that has
+        returned; None if it was lost, and none has joined the others before the end.
 
     Raises:
         TypeError: If `function` is not callable, or it or an argument cannot be pickled.
@@ -215,6 +219,7 @@ def from_notebook(
     check_function(function, caller="from_notebook")
     spec = RunSpec.of_call(
         workers=2 if workers is None else workers,
+        elastic=elastic,
         max_restarts=max_restarts,
         threads_per_worker=threads_per_worker,
         seed=seed,
@@ -245,4 +250,11 @@ def from_notebook(
         if launcher.error:
             raise UsageError(launcher.error)
         results = read_results(directory)
-        return values_by_rank(code, read_failure(directory), results, calls=calls, last_lines=launcher.last_lines)
+        return values_by_rank(
+            code,
+            read_failure(directory),
+            results,
+            calls=calls,
+            may_lack_values=elastic is not None,
+            last_lines=launcher.last_lines,
+        )

@@ -189,6 +189,7 @@ class RunSpec:
         workers: Any,
         parameter_servers: Any = 0,
         chief: Any = False,
+        elastic: Any = None,
         max_restarts: Any = 0,
         threads_per_worker: Any = None,
         seed: Any = None,
@@ -223,10 +224,13 @@ class RunSpec:
                 f"{parameter_servers}. Expected: one of them. Remove `chief` for ParameterServerStrategy, "
                 "`parameter_servers` for ModelParallelStrategy."
             )
+        if elastic is not None:
+            check_whole_number("elastic", elastic, at_least=1)
         return cls(
             workers=workers,
             parameter_servers=parameter_servers,
             chief=bool(chief),
+            elastic=elastic,
             max_restarts=max_restarts,
             seed=seed,
             grace=float(grace_seconds),

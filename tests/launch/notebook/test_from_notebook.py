@@ -213,3 +213,31 @@ def test_in_another_thread(cell):
     thread.start()
     thread.join(LIMIT_SECONDS)
     assert values == [1, 1]
+
+
+def test_elastic_restarts_one_worker_while_the_other_runs(cell, tmp_path):
+    values = from_notebook(lives, str(tmp_path), workers=2, elastic=1)
+    assert values == [["life-0"], ["life-0", "life-1"]]
+
+
+def test_elastic_has_no_value_of_a_worker_that_was_lost(cell, tmp_path):
+    assert from_notebook(lives, str(tmp_path), True, workers=2, elastic=1, grace_seconds=0.5) == [["life-0"], None]
+
+
+def lives(directory, is_lost=False):
+    """Worker 1 is killed once; worker 0 waits for its second life, which does not return if it `is_lost`."""
+    import json
+    import os
+    import pathlib
+    import time
+
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    mine, other = pathlib.Path(directory, str(rank)), pathlib.Path(directory, "1")
+    mine.mkdir(exist_ok=True)
+    life = f"life-{len(list(mine.iterdir()))}"
+    (mine / life).touch()
+    while (rank == 0 and not (other / "life-1").exists()) or (rank == 1 and life != "life-0" and is_lost):
+        time.sleep(0.02)
+    if rank == 1 and life == "life-0":
+        os.kill(os.getpid(), 9)
+    return sorted(path.name for path in mine.iterdir())

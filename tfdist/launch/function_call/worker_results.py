@@ -143,12 +143,14 @@ def values_by_rank(
     *,
     calls: int,
     workers: int | None = None,
+    may_lack_values: bool = False,
     last_lines: Sequence[str],
 ) -> list[Any]:
     """Returns the values of the last attempt of a run, or raises a WorkerError.
 
     `failure` is the launcher's error file, or None if it wrote none; `calls` says how many processes have called the
-    function; `workers` how many workers there are, if others than those have called it.
+    function; `workers` how many workers there are, if others than those have called it. With `may_lack_values`, of an
+    elastic run, the value of a worker that was lost and has not joined again is None, if others have returned one.
     """
     if exit_code != 0:
         if failure is None or exit_code == PREEMPTED_EXIT_CODE:
@@ -166,13 +168,13 @@ def values_by_rank(
                 "here.",
                 rank=rank,
             )
-        if result.value is None:
+        if result.value is None and not (may_lack_values and any(other.value is not None for other in last_results)):
             raise WorkerError(
                 f"Worker {rank} returned nothing. Received: exit code 0 before the function had returned. Expected: a "
                 "return or an exception. Remove `sys.exit()` and `os._exit()`.",
                 rank=rank,
             )
-    return [_loaded(rank, result.value) for rank, result in enumerate(last_results) if result.value is not None]
+    return [None if result.value is None else _loaded(rank, result.value) for rank, result in enumerate(last_results)]
 
 
 def _loaded(rank: int, value: bytes) -> Any:
