@@ -82,6 +82,7 @@ def _assert_rows_are_complete(cases):
             assert "note" in row or name == "recovery" or row["difference"] <= row["allowed"], name
 
 
+@pytest.mark.long
 def test_a_few_cases_run_on_cpus(tmp_path):
     file = tmp_path / "gpu.json"
     finished = _run(str(_KIT), "--devices=cpu", "--small", f"--cases={','.join(_FEW)}", f"--out={file}")

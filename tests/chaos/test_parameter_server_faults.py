@@ -59,6 +59,7 @@ def test_rounds_end_as_if_nothing_had_happened(tmp_path):
     assert differences(expected, found) == [], said[-3000:]
 
 
+@pytest.mark.long
 def test_pushes_are_counted_correctly_after_the_loss_of_a_server(tmp_path):
     said = run(tmp_path, "pushes", [{"whom": "ps", "at": "on_train_batch_end", "count": 17, "do": "SIGKILL"}])
     assert "ps 0 failed first: killed by SIGKILL" in said

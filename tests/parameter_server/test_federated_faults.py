@@ -13,6 +13,7 @@ def results(tmp_path_factory, name, workers=2):
     return run.assert_complete().json("results.json")[name]
 
 
+@pytest.mark.long
 def test_rounds_end_at_the_deadline_without_a_stopped_worker(tmp_path_factory):
     seen = results(tmp_path_factory, "stopped")
     assert seen["rounds"] == 12

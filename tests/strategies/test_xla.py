@@ -130,7 +130,7 @@ def accumulating():
     [
         # Two replicas have 2 samples and 1; of the last batch, which is smaller, 1 each.
         (dense, {"batch_size": 3, "rows": 38}),
-        (dense, {"optimizer": scaled, "steps_per_execution": 3}),
+        pytest.param(dense, {"optimizer": scaled, "steps_per_execution": 3}, marks=pytest.mark.long),
         pytest.param(recurrent, {}, marks=pytest.mark.long),
         (OwnStep, {}),
         pytest.param(dense, {"optimizer": accumulating}, marks=pytest.mark.long),

@@ -196,7 +196,7 @@ class ElasticFit(LastCallback):
         timeout = self._group.timeout_seconds
         return TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
 
-    def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
+    def _encoded_state(self, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
         # In new memory each time: an earlier state may still be sent.
         snapshot = self._training_state().snapshot({}, is_chief=True)
         metadata["progress"] = asdict(self._progress)

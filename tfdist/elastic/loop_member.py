@@ -164,5 +164,5 @@ class LoopMember:
     def _ask_to_leave(self) -> None:
         self._is_asked_to_leave = True
 
-    def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
+    def _encoded_state(self, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
         return encode_state(Snapshot(self._state.snapshot(), Shard({}), None, lambda: None), metadata)

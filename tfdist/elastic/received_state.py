@@ -1,7 +1,7 @@
 """The state of a training in memory: encoded by the worker that sends it, and read like a checkpoint by another one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdist.checkpoint.shard import Shard, decode_shard, encode_shard
@@ -9,22 +9,34 @@ from tfdist.recovery.missing_ranks import shard_of_missing_rank
 from tfdist.recovery.training_state import Snapshot
 
 
-def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> list[Any]:
-    """Returns the buffers of a snapshot of the chief's, and of what belongs to it, as JSON."""
+def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
+    """Encodes a snapshot of the chief's, and what belongs to it, as JSON.
+
+    Returns:
+        A function that returns the buffers. It copies the variables, so call it on another thread than that of the
+        steps, which need not wait for it.
+
+    Raises:
+        ValueError: See `encode_shard`.
+    """
     assert snapshot.shared is not None
-    snapshot.finish()
     parts: list[Any] = [json.dumps(metadata).encode()]
     for shard in (snapshot.shared, snapshot.rank):
         encoded = encode_shard(shard)
         parts += [len(encoded.tensors).to_bytes(8, "little"), encoded.header, *encoded.tensors]
-    return parts
+
+    def copied() -> list[Any]:
+        snapshot.finish()
+        return parts
+
+    return copied
 
 
 class ReceivedState:
     """What `TrainingState.restore` needs of a checkpoint. It is that of any rank.
 
     Args:
-        parts: What `encode_state` has returned, as bytes.
+        parts: The buffers of `encode_state`, as bytes.
         num_ranks: The number of ranks.
     """
 

@@ -1,6 +1,5 @@
 """The state of a `fit`, or of a custom loop, on its way to a worker that joins: sent, or received."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -41,11 +40,11 @@ class StateExchange:
         assert self._receiver is not None
         self._transactions.replay(self._receiver, Changes(**received.metadata["changes"]))
 
-    def give(self, encode: Callable[[dict[str, Any]], list[Any]]) -> None:
+    def give(self, encode: Callable[[dict[str, Any]], Callable[[], list[Any]]]) -> None:
         """Sends the state after this step to workers that wait for it, and later what is exchanged in each step.
 
         Args:
-            encode: Returns the state; it gets what belongs to every state, as JSON.
+            encode: Encodes the state, as `encode_state`; it gets what belongs to every state, as JSON.
         """
         donor = self._group.donor
         if not donor.is_asked or not self._group.membership.is_member:
@@ -62,7 +61,7 @@ class StateExchange:
                 except Exception as error:  # this worker can train on
                     request.fail(f"{type(error).__name__}: {error}")
                     continue
-                donor.send(request, self._group.membership.committed_steps, functools.partial(list, parts))
+                donor.send(request, self._group.membership.committed_steps, parts)
                 self._group.log.keep(True)
 
     def report(self, heartbeat: Heartbeat) -> None:

@@ -125,7 +125,11 @@ class StateDonor:
 
 
 class _Transfer:
-    """Messages to one worker, each with buffers behind it. At most half of the time it sends: others need the link."""
+    """Messages to one worker, each with buffers behind it.
+
+    It sends the state at most half of the time, as others need the link. The results of steps are sent at once: until
+    that worker has all of them, there are more with each step.
+    """
 
     def __init__(self, connection: BlockingConnection) -> None:
         self.connection = connection
@@ -173,7 +177,7 @@ class _Transfer:
 
     def _send(self, message: dict[str, Any], buffers: Sequence[memoryview]) -> None:
         sizes = [len(buffer) for buffer in buffers]
-        if "results" not in message:
+        if is_state := "results" not in message:
             self._limit_bytes = max(_MAX_QUEUED_STATES * sum(sizes), _LEAST_QUEUED_BYTES)
         checksums = [xxhash.xxh3_128_hexdigest(buffer) for buffer in buffers]
         self.connection.send({**message, "sizes": sizes, "checksums": checksums})
@@ -181,7 +185,8 @@ class _Transfer:
             for begin in range(0, len(buffer), _BLOCK_BYTES):
                 began = time.monotonic()
                 self.connection.send_data(buffer[begin : begin + _BLOCK_BYTES], _SILENCE_SECONDS)
-                time.sleep(time.monotonic() - began)
+                if is_state:
+                    time.sleep(time.monotonic() - began)
 
 
 def _close_in_fork(connection: BlockingConnection) -> None:
