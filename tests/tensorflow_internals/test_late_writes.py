@@ -150,8 +150,8 @@ def test_a_check_that_fails_comes_before_what_writes_wait_for():
     assert not steps.has_waited
 
 
-@pytest.mark.parametrize("is_called", [False, True])
-def test_devices_that_wait_for_each_other(is_called):
+@pytest.mark.parametrize("where", ["at the top", "in a function", "in a case"])
+def test_devices_that_wait_for_each_other(where):
     """The exchange of one device waits for a sum over both, and so for what the other one has written before it."""
 
     def sum_over_devices(value):
@@ -163,7 +163,11 @@ def test_devices_that_wait_for_each_other(is_called):
         summed = exchange(sum_over_devices(of_this_device.read_value()))
         value = of_the_other.assign_add(1.0)
         with tf.device("CPU:1"):
-            tf.function(sum_over_devices)(value) if is_called else sum_over_devices(value)
+            if where == "in a case":
+                branches = [lambda: value, lambda: value + 1.0, lambda: sum_over_devices(value)]
+                tf.switch_case(tf.cast(of_the_other.read_value(), tf.int32), branches)
+            else:
+                (tf.function(sum_over_devices) if where == "in a function" else sum_over_devices)(value)
         free.assign_add(summed)
 
     assert _Steps(step, 0.0, 0.0, 0.0).traced_early() == [1]

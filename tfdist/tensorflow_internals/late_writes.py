@@ -6,10 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.function_graphs import called_graph
 from tfdist.tensorflow_internals.operation_order import is_in_common_order, resources_of
 
-_CALLS = PLAIN_CALLS | CONDITIONS | LOOPS
 _CHECKS = "tfdist_checks_before_writes"  # a collection of a graph
 
 
@@ -98,11 +97,13 @@ def _order(uses: Mapping[Any, Sequence[tuple[Any, Any]]]) -> dict[Any, list[tf.O
 
 def _is_collective(operation: tf.Operation) -> bool:
     """Whether an operation, or a function that it calls, waits for other devices."""
-    if operation.type not in _CALLS:
-        return operation.type.startswith("Collective")
-    names = [attribute.func.name for attribute in operation.node_def.attr.values() if attribute.HasField("func")]
-    graphs = [called_graph(operation.graph, name) for name in names]
-    return any(_is_collective(inner) for graph in graphs if graph is not None for inner in graph.get_operations())
+    attributes = operation.node_def.attr.values()
+    called = [attribute.func for attribute in attributes if attribute.HasField("func")]
+    called += [branch for attribute in attributes for branch in attribute.list.func]  # of `tf.switch_case`
+    graphs = [called_graph(operation.graph, function.name) for function in called]
+    return operation.type.startswith("Collective") or any(
+        _is_collective(inner) for graph in graphs if graph is not None for inner in graph.get_operations()
+    )
 
 
 def _writes(kind: Any) -> bool:
