@@ -48,7 +48,7 @@ def test_help(capsys, arguments, expected):
         ),
         (
             ["run", "--workers", "2", "--elastic", "3", "script.py"],
-            "--elastic exceeds --workers. Received: --workers 2 --elastic 3. Expected: --elastic of at most --workers",
+            "The least number of workers that train exceeds the number of workers. Received: --workers 2 --elastic 3.",
         ),
         (
             ["run", "--workers", "2", "--elastic", "1", "--parameter-servers", "1", "script.py"],

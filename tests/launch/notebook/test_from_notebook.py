@@ -16,6 +16,7 @@ import pytest
 from notebook_cells import CELL, forget_clusters, in_cell
 
 from tfdist.launch import WorkerError, from_notebook
+from tfdist.utils.argument_checks import UsageError
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
 LIMIT_SECONDS = 240
@@ -241,3 +242,8 @@ def lives(directory, is_lost=False):
     if rank == 1 and life == "life-0":
         os.kill(os.getpid(), 9)
     return sorted(path.name for path in mine.iterdir())
+
+
+def test_elastic_with_fewer_workers_is_an_error_that_names_the_arguments(cell):
+    with pytest.raises(UsageError, match=r"Received: workers=2 elastic=3\. Expected: elastic=2, or less\."):
+        from_notebook(lambda: 1, workers=2, elastic=3)

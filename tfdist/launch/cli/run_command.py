@@ -177,8 +177,9 @@ def _check_elastic(options: argparse.Namespace) -> None:
         )
     if options.nodes == 1 and least > options.workers:
         raise UsageError(
-            f"--elastic exceeds --workers. Received: --workers {options.workers} --elastic {least}. Expected: "
-            "--elastic of at most --workers, the least number of workers that train. Correct one of them."
+            "The least number of workers that train exceeds the number of workers. Received: "
+            f"--workers {options.workers} --elastic {least}. Expected: --elastic {options.workers}, or less. Correct "
+            "one of them."
         )
 
 
