@@ -1,6 +1,7 @@
 """A worker of `benchmarks/elastic.py`: trains a perceptron, is killed at the given steps, and notes when steps end."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -63,7 +64,8 @@ def main() -> None:
 
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     generator = np.random.default_rng(0)
-    steps = min(options["steps"], _MOST_STEPS_OF_EPOCH)
+    epochs = math.ceil(options["steps"] / _MOST_STEPS_OF_EPOCH)
+    steps = math.ceil(options["steps"] / epochs)
     x = generator.normal(size=(_BATCH * steps, 32)).astype(np.float32)
     strategy = MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(0)
@@ -73,7 +75,6 @@ def main() -> None:
     callbacks = [Notes(strategy, folder, options["kills"], options["pause_seconds"])]
     if options["saves_every"]:
         callbacks.append(FailureRecovery(folder / "checkpoints", every_steps=options["saves_every"]))
-    epochs = options["steps"] // steps
     model.fit(x, x[:, :1], batch_size=_BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     np.savez(folder / f"weights-{strategy.rank}.npz", *model.get_weights())
 
