@@ -56,7 +56,7 @@ def measured(directory: Path, turns: int) -> dict[str, float]:
     step = tf.function(lambda iterator: strategy.run(model.train_step, args=(next(iterator),)))
     iterator = iter(strategy.experimental_distribute_dataset(data))
     step(iterator)
-    copies_of = sys.modules["tfdist.tensorflow_internals.runtime"]  # no option turns copies off
+    copies_of = sys.modules["tfdist.tensorflow_internals.python_function_results"]  # no option turns copies off
     copied = copies_of._copied
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(turns):

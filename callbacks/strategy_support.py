@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.keras_internals.symbolic_build import add_early_check
 from tfdist.tensorflow_internals.input_pipeline import batches_may_be_arrays
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
-from tfdist.tensorflow_internals.runtime import copy_results_of_python_functions
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 
 _log = logging.getLogger("tfdist")

@@ -22,7 +22,7 @@ from tfdist.callbacks.strategy_support import describe_strategy, suggested_repla
 from tfdist.patches import replacements
 from tfdist.recovery.variable_copies import HostCopies
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals import runtime
+from tfdist.tensorflow_internals import python_function_results
 
 pytestmark = pytest.mark.usefixtures("cpus")
 BATCH = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
@@ -167,7 +167,7 @@ def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(unpatched,
         model.fit(drawn, verbose=0, callbacks=[TrainingMonitor(tmp_path)])
         messages = [record.getMessage() for record in caplog.records if "overwrites arrays" in record.getMessage()]
         assert len(messages) == warnings
-        copies = [one for one in replacements() if one.owner is runtime._Registry]
+        copies = [one for one in replacements() if one.owner is python_function_results._Registry]
         assert len(copies) == bool(warnings)
     assert "Write `strategy = tfdist.strategies.MirroredStrategy(...)`" in messages[0]
     assert np.array_equal(labels, np.ones([8, 1]))

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals import runtime
+from tfdist.tensorflow_internals import python_function_results
 
 BATCH, BATCHES, WIDTH = 32, 4, 16  # a row of 64 bytes: TensorFlow copies slices that begin between such
 SPEC = (tf.TensorSpec([BATCH, WIDTH]), tf.TensorSpec([BATCH, WIDTH]))
@@ -66,6 +66,6 @@ def test_arrays_do_not_change(cpus, files, monkeypatch):
     arrays, changed = files
     fit(MirroredStrategy(cpus[:2]), arrays)
     assert changed() == [0, 0]
-    monkeypatch.setattr(runtime, "_copied", lambda result: result)
+    monkeypatch.setattr(python_function_results, "_copied", lambda result: result)
     fit(MirroredStrategy(cpus[:2]), arrays)
     assert changed() != [0, 0]  # without this, a newer TensorFlow needs no copies

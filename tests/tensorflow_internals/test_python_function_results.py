@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals import runtime
-from tfdist.tensorflow_internals.runtime import copy_results_of_python_functions
+from tfdist.tensorflow_internals import python_function_results
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 
 pytestmark = pytest.mark.usefixtures("cpus")
 ROWS, COLUMNS = 64, 32
@@ -66,7 +66,7 @@ def changed_values(source):
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_kernels_do_not_write_into_arrays(source, monkeypatch):
     assert changed_values(source) == 0
-    monkeypatch.setattr(runtime, "_copied", lambda result: result)
+    monkeypatch.setattr(python_function_results, "_copied", lambda result: result)
     assert changed_values(source) > 0  # without this, a newer TensorFlow needs no copies
 
 
@@ -77,7 +77,7 @@ def test_copies_are_equal_and_taken_without_another_copy(dtype):
     array = aligned(dtype)
     array[3:] = 1
     for result in (array, array[1:], np.asfortranarray(array), array[:1]):
-        copy = runtime._copied(result)
+        copy = python_function_results._copied(result)
         assert copy.dtype == result.dtype and copy.ctypes.data % 64 == 0
         assert copy.tobytes() == result.tobytes()
         assert not np.shares_memory(copy, result)

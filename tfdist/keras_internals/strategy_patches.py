@@ -1,8 +1,4 @@
-"""The patches that tfdist's strategies need, in one order, by the hooks of the strategy; moments over all replicas."""
-
-from typing import Any
-
-import tensorflow as tf
+"""The patches that tfdist's strategies need, in one order; each asks for the hooks of the strategy."""
 
 from tfdist.keras_internals.compiled_calls import patch_auto_jit_compile, patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
@@ -18,12 +14,12 @@ from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
-from tfdist.patches import patch, replace
-from tfdist.private_symbols import private
-from tfdist.strategy_hooks import StrategyHooks, of_running_step, register_hooks
+from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
+from tfdist.strategy_hooks import StrategyHooks, register_hooks
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.rows_per_replica import patch_distributed_iterators
-from tfdist.tensorflow_internals.runtime import copy_results_of_python_functions, patch_graph_reset
+from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
 
 def patch_keras(strategy_class: type, hooks: StrategyHooks) -> None:
@@ -53,40 +49,3 @@ def patch_keras(strategy_class: type, hooks: StrategyHooks) -> None:
     patch_ends_of_loops()
     patch_symbolic_build()
     patch_lists_of_callbacks()
-
-
-_nn = private("keras.src.backend.tensorflow:nn", "calls the moments over all replicas")
-_stock = private("keras.src.backend.tensorflow.nn:_compute_moments_sync", "counts the rows of replicas without samples")
-
-
-@patch
-def patch_synchronized_moments() -> None:
-    """Leaves the rows of replicas without samples out of the moments over all replicas.
-
-    These are the means and variances of synchronized batch normalization.
-    """
-
-    @replace(_nn, "_compute_moments_sync")
-    def moments(x: Any, axes: Any, keepdims: bool) -> Any:
-        context, counts = tf.distribute.get_replica_context(), of_running_step(lambda hooks: hooks.has_samples())
-        return _stock(x, axes, keepdims) if counts is None or not context else _moments(x, axes, keepdims, counts)
-
-
-def _moments(x: Any, axes: Any, keepdims: bool, counts: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    @tf.custom_gradient
-    def without_gradient(*totals: tf.Tensor) -> Any:
-        return [tf.identity(total) for total in totals], lambda *upstream: _or_zeros(upstream, counts)
-
-    # The gradient of a number depends on whether it is static: some replicas would reduce it, and others not.
-    rows = tf.stop_gradient(tf.ones_like(x))
-    sums = [tf.reduce_sum(values, axis=axes, keepdims=True) for values in (x, tf.square(x), rows)]
-    total, squares, number = without_gradient(
-        *tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, _or_zeros(sums, counts))
-    )
-    mean = tf.math.divide_no_nan(total, number)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, number) - tf.square(mean), 0.0)
-    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
-
-
-def _or_zeros(values: Any, counts: Any) -> list[tf.Tensor]:
-    return list(values) if counts is True else [tf.where(counts, value, tf.zeros_like(value)) for value in values]
