@@ -17,7 +17,7 @@ SCRIPT = Path(on_stages.__file__)
 @pytest.mark.parametrize(
     ("task", "number", "cause"),
     [
-        ("worker 1", signal.SIGKILL, "worker 1 failed first: killed by SIGKILL"),
+        pytest.param("worker 1", signal.SIGKILL, "worker 1 failed first: killed by SIGKILL", marks=pytest.mark.long),
         pytest.param("worker 0", signal.SIGSTOP, "worker 0 failed first: frozen: ", marks=pytest.mark.long),
         pytest.param("chief", signal.SIGKILL, "chief failed first: killed by SIGKILL", marks=pytest.mark.long),
     ],

@@ -216,6 +216,7 @@ class Positions(layers.Layer):
         return keras.KerasTensor((6, 8))
 
 
+@pytest.mark.long
 def test_sums_of_many_columns_are_sliced_and_casts_stay_close() -> None:
     build = lambda: keras.Sequential([keras.Input((12,)), keras.layers.Dense(2048), keras.layers.Dense(5)])  # noqa: E731
     compile_model = lambda m: runs.compile_classifier(m, optimizers.SGD(1e-2))  # noqa: E731

@@ -114,6 +114,7 @@ class Compare(layers.Layer):
         return ops.concatenate([gated, narrow, attended * mean, ops.mean(ops.exp(scores), 1)], -1)
 
 
+@pytest.mark.long
 def test_values_that_a_layer_of_layers_uses_otherwise() -> None:
     def build() -> keras.Model:
         x = keras.Input((6, 8))
