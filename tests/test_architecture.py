@@ -80,7 +80,7 @@ BREAKS = [
     ("tfdist/versions.py", "import keras", "framework: versions uses keras"),
     ("tfdist/compression/cast.py", "from tfdist.collectives import group", "arrow: compression -> collectives"),
     (
-        "tfdist/collectives/all_reduce.py",
+        "tfdist/collectives/collective_group.py",
         "from tfdist.training import step",
         "arrow: collectives -> training",
     ),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from tfdist.collectives.all_reduce import CollectiveGroup
 from tfdist.collectives.byte_counters import OTHER, ByteCounters, CommunicationStats
+from tfdist.collectives.collective_group import CollectiveGroup
 from tfdist.utils.sum_copies import SHORT_BYTES, sum_copies
 
 pytestmark = pytest.mark.usefixtures("cpus")

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 from replica_threads import ThreadGroup, ThreadLauncher, on_replicas, thread_groups
 
-from tfdist.collectives.all_reduce import CollectiveGroup
 from tfdist.collectives.byte_counters import ByteCounters
+from tfdist.collectives.collective_group import CollectiveGroup
 
 pytestmark = pytest.mark.usefixtures("cpus")
 LABEL = "int8"

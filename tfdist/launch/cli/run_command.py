@@ -154,7 +154,7 @@ def _check_elastic(options: argparse.Namespace) -> None:
             else "workers beside parameter servers are always restarted alone"
         )
         raise UsageError(
-            f"--elastic is for workers that all run the script: {reason}. Received: --elastic {least} {other}. "
+            f"Only workers that all run the script train elastically: {reason}. Received: --elastic {least} {other}. "
             "Expected: one of them. Remove --elastic, or use MultiWorkerMirroredStrategy without a chief."
         )
     if options.min_workers is not None:
