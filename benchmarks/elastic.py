@@ -4,6 +4,7 @@
     python benchmarks/elastic.py --parts cost      steps with and without `--elastic`, in turns; two workers
     python benchmarks/elastic.py --parts faults    three workers, of which one after the other is killed and joins again
     python benchmarks/elastic.py --parts random --minutes 30    kills and stops at random, and what they change
+    python benchmarks/elastic.py --parts torchft --torch-python PATH    the same faults with torchft
     python benchmarks/elastic.py --from-json       prints and draws the last results again
 
 *cost*: the median time from the end of a step to the end of the next, in runs that alternate.
@@ -12,6 +13,10 @@
 a new process is ready to its first step with rows; the slowest step of the others meanwhile; and the part of the run
 in which steps were made that count, beside the same faults under `tfdist run --max-restarts` with
 `FailureRecovery`, which saves every ten steps.
+
+*torchft*, only if asked for: the first two of these times, and the part of the run, with the same model, the same kills
+and gloo. A Python that has torch and torchft (`pip install torch torchft numpy`) is the one that runs this file, or
+that of `--torch-python`.
 
 *random*, only if asked for: three workers, of which one is killed, or stopped for 15 s, every 20 to 40 s, with a
 limit of silence of 3 s. Weights at the end beside those of one process, and what the faults have cost.
@@ -26,6 +31,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +49,7 @@ from network_run.machine import machine_info
 _ROOT = Path(__file__).parent
 _FILE = _ROOT / "results" / "elastic.json"
 _WORKER = _ROOT / "elastic_run" / "worker.py"
+_TORCHFT_WORKER = _ROOT / "elastic_run" / "torchft_worker.py"
 _WARM_UP_STEPS = 10
 _COSTS = {"10 M parameters": (10 * _MILLION, 60), "steps of 5 ms": (20_000, 400)}
 _SECONDS_BETWEEN_FAULTS, _STOPPED_SECONDS = (20.0, 40.0), 15.0
@@ -107,26 +114,27 @@ def measure_cost(rounds: int) -> dict[str, Any]:
     return results
 
 
-def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[str, Any]:
-    """Returns what faults have cost in an elastic run, and the events of both runs."""
+def faults_of(kills: int, parameters: int, pause_seconds: float) -> dict[str, Any]:
+    """Returns the options of a training of three workers, of which one after the other is killed."""
     spacing = round(9 / pause_seconds)  # a new process needs some seconds to start
     faults = [[20 + number * spacing, number % 3] for number in range(kills)]
     training = {"parameters": parameters, "steps": 20 + kills * spacing, "kills": faults}
-    training["pause_seconds"] = pause_seconds
-    of_elastic = run(3, ["--elastic", "1"], **training)
-    elastic, output = of_elastic.events, of_elastic.output
-    restarts = run(3, ["--max-restarts", str(kills)], saves_every=10, **training).events
-    usual = statistics.median(step_times(elastic, 1) + step_times(elastic, 2))
+    return {**training, "pause_seconds": pause_seconds}
+
+
+def cost_of_faults(events: list[Event], parameters: int) -> dict[str, Any]:
+    """Returns what the kills of a training with three workers have cost."""
+    usual = statistics.median(step_times(events, 1) + step_times(events, 2))
     pauses, joins, slowest = [], [], []
-    for kill in (event for event in elastic if event[0] == "kill"):
-        later = [event for event in elastic if event[0] == "step" and event[1] != kill[1] and event[2] > kill[2]]
+    for kill in (event for event in events if event[0] == "kill"):
+        later = [event for event in events if event[0] == "step" and event[1] != kill[1] and event[2] > kill[2]]
         pauses.append(later[0][4] - kill[4] - usual)
-        of_rank = [event for event in elastic if event[1] == kill[1] and event[4] > kill[4]]
+        of_rank = [event for event in events if event[1] == kill[1] and event[4] > kill[4]]
         ready = next((event[4] for event in of_rank if event[0] == "ready"), None)
         first = next((event[4] for event in of_rank if event[0] == "step" and event[3]), None)
         if ready is not None and first is not None:
             joins.append(first - ready)
-            ends = [e[4] for e in elastic if e[0] == "step" and e[1] == (kill[1] + 1) % 3 and ready < e[4] < first + 1]
+            ends = [e[4] for e in events if e[0] == "step" and e[1] == (kill[1] + 1) % 3 and ready < e[4] < first + 1]
             slowest.append(max(later - earlier for earlier, later in zip(ends, ends[1:], strict=False)))
     return {
         "parameters": parameters,
@@ -134,11 +142,64 @@ def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[st
         "pauses_ms": [1000 * pause for pause in pauses],
         "joins_ms": [1000 * join for join in joins],
         "slowest_steps_ms": [1000 * step for step in slowest],
+    }
+
+
+def measure_faults(kills: int, parameters: int, pause_seconds: float) -> dict[str, Any]:
+    """Returns what faults have cost in an elastic run, and the events of both runs."""
+    training = faults_of(kills, parameters, pause_seconds)
+    of_elastic = run(3, ["--elastic", "1"], **training)
+    elastic, output = of_elastic.events, of_elastic.output
+    restarts = run(3, ["--max-restarts", str(kills)], saves_every=10, **training).events
+    cost = cost_of_faults(elastic, parameters)
+    usual = cost["usual_step_ms"] / 1000
+    return {
+        **cost,
         "launcher": output.strip().splitlines()[-1],
         "goodput": {_ELASTIC: goodput(elastic, usual), _RESTARTS: goodput(restarts, usual)},
         "curves": {_ELASTIC: _drawn(curve(elastic)), _RESTARTS: _drawn(curve(restarts))},
         "kills": [event[4] - elastic[0][4] for event in elastic if event[0] == "kill"],
     }
+
+
+def measure_torchft(python: str, kills: int, parameters: int, pause_seconds: float) -> dict[str, Any]:
+    """Returns what the same faults cost with torchft. Its lighthouse counts a silent worker as lost after 1 s."""
+    training = faults_of(kills, parameters, pause_seconds)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lighthouse = [str(Path(python).with_name("torchft_lighthouse")), "--min_replicas", "1"]
+    lighthouse += ["--bind", f"127.0.0.1:{port}", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "1000"]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ends:
+        output = ends.enter_context((Path(name) / "output").open("w+"))
+
+        def start(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+            environment = {**os.environ, **variables, "RUST_LOG": "error"}
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        def start_worker(rank: int) -> subprocess.Popen[bytes]:
+            command = [python, str(_TORCHFT_WORKER), name, json.dumps(training)]
+            address = f"http://127.0.0.1:{port}"
+            return start(command, TFDIST_BENCHMARK_RANK=str(rank), TORCHFT_LIGHTHOUSE=address)
+
+        start(lighthouse)
+        workers = {rank: start_worker(rank) for rank in range(3)}
+        while workers:
+            time.sleep(0.01)
+            for rank, worker in list(workers.items()):
+                if worker.poll() == -signal.SIGKILL:
+                    workers[rank] = start_worker(rank)
+                elif worker.poll() == 0:
+                    del workers[rank]
+                elif worker.poll() is not None:
+                    output.seek(0)
+                    raise SystemExit(output.read())
+        events = [json.loads(line) for file in Path(name).glob("*.jsonl") for line in file.read_text().splitlines()]
+    events.sort(key=lambda event: event[4])
+    cost = cost_of_faults(events, parameters)
+    return {**cost, "goodput": {"torchft": goodput(events, cost["usual_step_ms"] / 1000)}}
 
 
 def measure_random(minutes: float, seed: int) -> dict[str, Any]:
@@ -218,6 +279,17 @@ def goodput(events: list[Event], usual: float) -> float:
     return (len(points) - 1) * usual / (points[-1][0] - points[0][0])
 
 
+def report_faults(library: str, faults: dict[str, Any]) -> None:
+    """Prints what kills have cost, as a table."""
+    usual = f"a usual step {faults['usual_step_ms']:.0f} ms"
+    print(f"\n{library}, three workers, {faults['parameters']:,} parameters, {usual}")
+    print("\n| | median | largest | number |\n|---|---|---|---|")
+    names = {"pauses_ms": "kill to the next step", "joins_ms": "ready to first rows"}
+    for key, name in {**names, "slowest_steps_ms": "slowest step of the others during a join"}.items():
+        values = faults[key]
+        print(f"| {name} | {statistics.median(values):.0f} ms | {max(values):.0f} ms | {len(values)} |")
+
+
 def report(results: dict[str, Any]) -> None:
     """Prints the results as tables."""
     if "cost" in results:
@@ -227,14 +299,12 @@ def report(results: dict[str, Any]) -> None:
             ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
             print(f"| {name} | {plain:.2f} ms | {elastic:.2f} ms | {ratio:.3f} |")
     for faults in results.get("faults", []):
-        print(f"\nThree workers, {faults['parameters']:,} parameters, a usual step {faults['usual_step_ms']:.0f} ms")
-        print("\n| | median | largest | number |\n|---|---|---|---|")
-        names = {"pauses_ms": "kill to the next step", "joins_ms": "ready to first rows"}
-        for key, name in {**names, "slowest_steps_ms": "slowest step of the others during a join"}.items():
-            values = faults[key]
-            print(f"| {name} | {statistics.median(values):.0f} ms | {max(values):.0f} ms | {len(values)} |")
+        report_faults("tfdist", faults)
         shares = faults["goodput"]
         print(f"\nGoodput {shares[_ELASTIC]:.1%}; with restarts {shares[_RESTARTS]:.1%}. {faults['launcher']}")
+    for faults in results.get("torchft", []):
+        report_faults("torchft", faults)
+        print(f"\nGoodput {faults['goodput']['torchft']:.1%}")
     if "random" in results:
         found = results["random"]
         print(f"\n{found['steps']} steps in {found['seconds'] / 60:.1f} minutes, faults {found['faults']}")
@@ -263,11 +333,14 @@ def draw(results: dict[str, Any]) -> None:
 def main() -> None:
     """Measures, or reads the last results, and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["cost", "faults", "random"], default=["cost", "faults"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=["cost", "faults", "random", "torchft"], default=["cost", "faults"]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the part random")
     parser.add_argument("--seed", type=int, default=0, help="of the part random")
+    parser.add_argument("--torch-python", default=sys.executable, help="for the part torchft")
     parser.add_argument("--from-json", action="store_true")
     arguments = parser.parse_args()
     results = json.loads(_FILE.read_text()) if _FILE.exists() else {}
@@ -279,6 +352,11 @@ def main() -> None:
             results["faults"] = [
                 measure_faults(arguments.kills, _MILLION, 0.05),
                 measure_faults(2, 10 * _MILLION, 0.05),
+            ]
+        if "torchft" in arguments.parts:
+            results["torchft"] = [
+                measure_torchft(arguments.torch_python, arguments.kills, _MILLION, 0.05),
+                measure_torchft(arguments.torch_python, 2, 10 * _MILLION, 0.05),
             ]
         if "random" in arguments.parts:
             results["random"] = measure_random(arguments.minutes, arguments.seed)

@@ -23,6 +23,10 @@ class Host:
         """Starts `command` within; `ip netns exec` becomes the command, so that its pid is the process's own."""
         return subprocess.Popen(["ip", "netns", "exec", self.namespace, *command], text=True, **arguments)  # type: ignore[call-overload]
 
+    def set_link(self, state: str) -> None:
+        """Cuts the cable (`"down"`), or connects it again (`"up"`); no connection is closed."""
+        _ip("-n", self.namespace, "link", "set", self.interface, state)
+
 
 def why_not() -> str:
     """Why this host permits no network namespaces; empty if it does."""

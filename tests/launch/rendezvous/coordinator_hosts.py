@@ -112,6 +112,11 @@ class Hosts:
         self.coordinator.lose(self.nodes.pop(rank), "gone", now=self.now)
         self.look()
 
+    def cut_off(self, rank):
+        """Makes a node silent until it is lost."""
+        self.look(self.spec.heartbeat_timeout, silent=[rank])
+        del self.connections[rank], self.nodes[rank]
+
     def done(self, rank, *codes, attempt=0, signalled=False, lines=(), failures=None, **changed):
         ends = [
             {

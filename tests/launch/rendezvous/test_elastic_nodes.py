@@ -286,6 +286,32 @@ def test_a_node_that_was_cut_off_from_the_coordinator_is_taken_back_with_its_wor
     assert hosts.orders(0)
 
 
+def test_a_silent_node_is_waited_for_while_no_worker_of_the_others_trains():
+    """The coordinator is on the side of the worker that may not continue."""
+    hosts = Hosts(elastic=2, max_restarts=0).start(w1=2)
+    (start,) = hosts.connections[1].take("start")
+    hosts.cut_off(1)
+    assert not hosts.orders(0)
+    count(hosts, 0, 0)
+    hosts.look(50.0)
+    assert not hosts.orders(0) and not changes(hosts, 0)
+    hosts.join(1, workers=2, **running(hosts, start, training=2))
+    hosts.look(60.0)
+    assert not hosts.orders(0) and not changes(hosts, 0)
+    hosts.cut_off(1)
+    hosts.look(60.5)
+    assert changes(hosts, 0) == [("0 workers left of at least 2 (--elastic)", False)]
+
+
+def test_workers_are_counted_when_those_that_are_left_have_had_time_to_decide_without_a_silent_node():
+    hosts = Hosts(elastic=2, max_restarts=0).start(w1=2)
+    hosts.cut_off(1)
+    hosts.look(29.0)
+    assert not hosts.orders(0)
+    hosts.look(1.5)
+    assert changes(hosts, 0) == [("1 worker left of at least 2 (--elastic)", False)]
+
+
 def test_a_node_that_was_cut_off_when_a_worker_ended_with_0_gets_to_know_it():
     hosts = Hosts(nodes=3, elastic=1).start()
     (start,) = hosts.connections[2].take("start")

@@ -22,7 +22,9 @@ class AttemptTracker:
     """State of one attempt, as the coordinator knows it. The failure that is reported first is the root cause.
 
     `least` is the least number of workers that train; 0: the attempt is not elastic. Nodes that are `absent` have begun
-    it under another coordinator; workers are counted when they have had the time to join this one.
+    it under another coordinator; workers are counted when they have had the time to join this one. While none of the
+    nodes that are left trains, those that only became silent may train on without the coordinator, and are waited for
+    during `silent_node_seconds`.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class AttemptTracker:
         now: float,
         least: int = 0,
         absent: Sequence[Node] = (),
+        silent_node_seconds: float = 0.0,
     ) -> None:
         self.number = number
         self.order: ShutdownOrder | None = None
@@ -54,6 +57,8 @@ class AttemptTracker:
         self._absent = {
             node.rank: node for node in absent
         }  # nodes that were lost while the training continues, by rank
+        self._silent_node_seconds = silent_node_seconds
+        self._waits_for_silent_until = now
         self._without_workers: set[int] = set()  # nodes whose workers have ended and are not restarted
         self._began, self._started_at = now, time.time()
 
@@ -93,9 +98,12 @@ class AttemptTracker:
             self._failed_ranks.append(node.rank)
         self._order(ShutdownOrder(text), now)
 
-    def lose(self, node: Node, text: str, *, now: float) -> str:
+    def lose(self, node: Node, text: str, *, is_silent: bool = False, now: float) -> str:
         """Records the loss of a node; returns what follows, for the user, if the training continues without it."""
         self._nodes.remove(node)
+        if is_silent:  # it may be the side that continues; until then workers of this one do not know either
+            self._counted_from = max(self._counted_from, now + _REJOIN_SECONDS)
+            self._waits_for_silent_until = now + self._silent_node_seconds
         is_needed = not all(role.is_restarted_alone for role in node.roles.values()) or self.has_completed
         if self._trains_too_few(now) and not self.too_few:
             is_needed, text = True, f"{text}; {describe_too_few(self._training, self._least)}"
@@ -208,6 +216,8 @@ class AttemptTracker:
         return sum(node.training for node in self._nodes)
 
     def _trains_too_few(self, now: float) -> bool:
+        if self._absent and not self._training and now < self._waits_for_silent_until:
+            return False
         return self._training < self._least and now >= self._counted_from
 
     def _end_servers(self, now: float) -> None:

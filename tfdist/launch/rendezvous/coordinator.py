@@ -142,7 +142,8 @@ class RunCoordinator:
             )
         evaluator = AttemptEvaluator(spec, int(start["all_workers"]))
         attempt = int(start["attempt"])
-        tracker = AttemptTracker(attempt, [], roles, now=now, least=spec.elastic or 0, absent=absent)
+        limits = {"least": spec.elastic or 0, "silent_node_seconds": spec.start_timeout_seconds}
+        tracker = AttemptTracker(attempt, [], roles, now=now, absent=absent, **limits)
         if not tracker.take_back(joining, training=training):
             return False
         self._spec, self._evaluator, self._attempt, self._tracker = spec, evaluator, attempt, tracker
@@ -170,10 +171,10 @@ class RunCoordinator:
             if answer is not None:
                 self._send(node, answer)
 
-    def lose(self, node: Node, reason: str, *, now: float) -> None:
-        """Removes a node whose connection is closed or which sent a malformed message."""
+    def lose(self, node: Node, reason: str, *, is_silent: bool = False, now: float) -> None:
+        """Removes a node whose connection is closed, which is silent, or which sent a malformed message."""
         if self._membership.remove(node):
-            self._handle_loss(node, reason, now)
+            self._handle_loss(node, reason, now, is_silent=is_silent)
 
     def tick(self, *, now: float) -> None:
         limit = self._spec.heartbeat_timeout
@@ -182,7 +183,7 @@ class RunCoordinator:
             self.lose(node, reason, now=now)
         for node in self._membership.nodes:
             if limit and now - node.heard_at >= limit:
-                self.lose(node, f"no heartbeat for {limit:g} s", now=now)
+                self.lose(node, f"no heartbeat for {limit:g} s", is_silent=True, now=now)
         if self._phase is _RunPhase.GATHERING:
             self._gather(now)
         if self._phase is _RunPhase.PREPARING:
@@ -254,7 +255,8 @@ class RunCoordinator:
         if self._evaluator is None:
             self._evaluator = AttemptEvaluator(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
-        self._tracker = AttemptTracker(self._attempt, nodes, roles, now=now, least=self._spec.elastic or 0)
+        limits = {"least": self._spec.elastic or 0, "silent_node_seconds": self._spec.start_timeout_seconds}
+        self._tracker = AttemptTracker(self._attempt, nodes, roles, now=now, **limits)
         self._sent_order, self._sent_changes = None, _NO_CHANGES
         self._phase = _RunPhase.RUNNING
         self._start = {
@@ -321,7 +323,7 @@ class RunCoordinator:
         self._attempt += 1
         self._tracker, self._phase = None, _RunPhase.GATHERING
 
-    def _handle_loss(self, node: Node, reason: str, now: float) -> None:
+    def _handle_loss(self, node: Node, reason: str, now: float, *, is_silent: bool = False) -> None:
         node.connection.close()
         if self.is_over:
             return
@@ -333,7 +335,7 @@ class RunCoordinator:
         if self._phase is _RunPhase.PREPARING:
             self._phase, self._deadline = _RunPhase.GATHERING, now + self._joining_seconds
         if self._phase is _RunPhase.RUNNING and self._tracker is not None and node.is_running:
-            text += self._tracker.lose(node, text, now=now)
+            text += self._tracker.lose(node, text, is_silent=is_silent, now=now)
         self._broadcast({"type": "notice", "text": text})
 
     def _stop(self, node: Node, number: int, again: bool, now: float) -> None:
