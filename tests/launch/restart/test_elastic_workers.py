@@ -31,6 +31,21 @@ def test_replacement_that_reports_no_steps_trains_after_a_minute():
     assert [elastic.count(now=now) for now in (61.9, 62.0)] == [2, 3]
 
 
+def test_only_a_process_that_starts_while_others_train_joins_them():
+    elastic = started()
+    elastic.record_exit(WorkerExit(1, -9), now=1.0)
+    elastic.record_start(1, now=2.0)
+    elastic.observe([], (1, -1), now=3.0)
+    assert elastic.observe({0, 1, 2}, (1, 0), now=50.0) == []
+    elastic.record_exit(WorkerExit(2, -9), now=51.0)
+    elastic.record_start(2, now=52.0)
+    assert elastic.observe({0, 1}, (1, 7), now=53.0) == []
+    assert elastic.observe({0, 1, 2}, (1, 8), now=54.0) == [2]
+    late = ElasticWorkers([3], least=0, late=[3])
+    late.record_start(3, now=0.0)
+    assert late.observe({3}, (1, 8), now=9.0) == [3], "others train on other hosts"
+
+
 def test_all_fail_one_after_the_other_though_the_first_are_started_again():
     elastic = started()
     exits = [WorkerExit(rank, 5) for rank in range(3)]

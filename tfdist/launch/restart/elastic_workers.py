@@ -27,6 +27,7 @@ class _ElasticWorker:
     has_trained: bool = False  # its present process
     is_wanted: bool = True  # whether it is to train, or was asked to leave
     is_leaving: bool = False  # whether its present process was asked to leave
+    joins: bool = False  # whether others trained when its present process was started
     loss: _Loss | None = None  # the last one, unless the others have made a step since
 
     @property
@@ -59,6 +60,8 @@ class ElasticWorkers:
         self._workers = {
             rank: _ElasticWorker(starts=int(rank in late), is_wanted=rank not in unwanted) for rank in ranks
         }
+        self._late = frozenset(late)
+        self._has_begun = False  # whether a worker of this host has made a step
         self._least = least
         self._completed_at: float | None = None
         self._has_failed = False  # whether too few workers are left
@@ -77,6 +80,7 @@ class ElasticWorkers:
         """Records that a worker was started. Ranks of other processes are ignored."""
         worker = self._workers.get(rank)
         if worker is not None:
+            worker.joins = self._has_begun or rank in self._late
             worker.starts += 1
             worker.started_at, worker.is_running, worker.has_trained, worker.is_leaving = now, True, False, False
 
@@ -85,13 +89,14 @@ class ElasticWorkers:
 
         Args:
             trained_ranks: The workers whose present process has made a step.
-            progress: Number of the `fit` and its last step, of any worker.
+            progress: Number of the `fit` and its last step, of any worker; -1 before it.
             now: The time.
         """
         joined = []
+        self._has_begun |= progress[1] >= 0
         for rank, worker in self._workers.items():
             trains = worker.is_running and rank in trained_ranks
-            if trains and worker.is_waiting:
+            if trains and worker.is_waiting and worker.joins:
                 joined.append(rank)
             worker.has_trained = trains
             loss = worker.loss
