@@ -18,7 +18,7 @@ in which steps were made that count, beside the same faults under `tfdist run --
 and gloo. A Python that has torch and torchft (`pip install torch torchft numpy`) is the one that runs this file, or
 that of `--torch-python`.
 
-*random*, only if asked for: three workers, of which one is killed, or stopped for 15 s, every 20 to 40 s, with a
+*random*, only if asked for: three workers, of which one is killed, or stopped for 15 s, every 15 to 35 s, with a
 limit of silence of 3 s. Weights at the end beside those of one process, and what the faults have cost.
 
 Writes `elastic.json` and `elastic.png` to `benchmarks/results`.
@@ -52,7 +52,8 @@ _WORKER = _ROOT / "elastic_run" / "worker.py"
 _TORCHFT_WORKER = _ROOT / "elastic_run" / "torchft_worker.py"
 _WARM_UP_STEPS = 10
 _COSTS = {"10 M parameters": (10 * _MILLION, 60), "steps of 5 ms": (20_000, 400)}
-_SECONDS_BETWEEN_FAULTS, _STOPPED_SECONDS = (20.0, 40.0), 15.0
+_SECONDS_BETWEEN_FAULTS, _STOPPED_SECONDS = (15.0, 35.0), 15.0
+_STANDS_STILL_SECONDS = 2.0
 _SECONDS_OF_RANDOM_STEP, _STEPS_WITHOUT_FAULTS = 0.075, 200  # about; at the end
 _ELASTIC, _RESTARTS = "elastic", "restarts"
 
@@ -209,11 +210,11 @@ def measure_random(minutes: float, seed: int) -> dict[str, Any]:
     def disturb(folder: Path, process: Any) -> None:
         while process.poll() is None:
             time.sleep(choose.uniform(*_SECONDS_BETWEEN_FAULTS))
-            step, living = _last_step(folder)
+            step, living, at = _last_step(folder)
             if step > steps - _STEPS_WITHOUT_FAULTS:
                 return  # a worker that is lost when another one has ended with 0 fails the run
-            if len(living) < 2:
-                continue
+            if len(living) < 2 or time.time() > at + _STANDS_STILL_SECONDS:
+                continue  # somebody has to be left
             victim, kind = choose.choice(living), choose.choice(["kill", "kill", "stop"])
             pid = int((folder / f"pid-{victim}").read_text())
             faults.append([kind, victim, time.time()])
@@ -252,12 +253,12 @@ def measure_random(minutes: float, seed: int) -> dict[str, Any]:
     }
 
 
-def _last_step(folder: Path) -> tuple[int, list[int]]:
-    """Returns the last step that was made, and the ranks that trained then."""
+def _last_step(folder: Path) -> tuple[int, list[int], float]:
+    """Returns the last step that was made, the ranks that trained then, and the time."""
     last = [json.loads(lines[-1]) for file in folder.glob("*.jsonl") if (lines := file.read_text().splitlines())]
     steps = [event for event in last if event[0] == "step"]
     last_event = max(steps, key=lambda event: event[4], default=("step", 0, 0, [], 0.0))
-    return last_event[2], last_event[3]
+    return last_event[2], last_event[3], last_event[4]
 
 
 def curve(events: list[Event]) -> list[list[float]]:

@@ -1,5 +1,8 @@
 """Keras' epoch iterator: how it is extended, equal numbers of steps on all workers, and the data that it draws from."""
 
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +13,7 @@ from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
 from tfdist.strategy_hooks import hooks_of
 
+_FREED_BY_OTHERS_AFTER_SECONDS, _POLL_SECONDS = 10.0, 0.01
 # Keras 3.10 numbers an execution of several steps by its first step only, also for `on_train_batch_end`.
 _has_last_step = has_reached("keras", "3.11")
 
@@ -130,6 +134,7 @@ def patch_loops_over_epochs() -> None:
 
         _num_batches: int | None
         _distributed_dataset: Any
+        _last_iterator: Any = None  # from which the last step was drawn
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -147,7 +152,12 @@ def patch_loops_over_epochs() -> None:
 
         def __next__(self) -> Any:
             hooks_of(self._distribute_strategy).before_step(self._distribute_strategy)
-            return super().__next__()
+            step = super().__next__()
+            if step[-1] is not self._last_iterator:
+                if self._last_iterator is not None:
+                    _free_elsewhere([self._last_iterator])
+                self._last_iterator = step[-1]
+            return step
 
         @contextmanager
         def catch_stop_iteration(self) -> Iterator[None]:
@@ -181,6 +191,23 @@ def patch_loops_over_epochs() -> None:
         numbers = {name: value for name, value in chosen.items() if _is_number(value)}
         means = hooks_of(strategy).mean_of_workers(strategy, list(numbers.values()))
         return chosen if means is None else {**chosen, **dict(zip(numbers, means, strict=True))}
+
+
+def _free_elsewhere(iterator: list[Any]) -> None:
+    """Frees an iterator of TensorFlow on another thread, when only this list refers to it.
+
+    Freeing one waits for the thread that tunes it, which may miss its end and sleep for as long as the iterator has
+    lived, up to 60 s (TensorFlow 2.21, on busy cores).
+    """
+
+    def free() -> None:
+        limit = time.monotonic() + _FREED_BY_OTHERS_AFTER_SECONDS
+        # The list, and the argument of the call, refer to it.
+        while sys.getrefcount(iterator[0]) > 2 and threading.main_thread().is_alive() and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+        iterator.clear()
+
+    threading.Thread(target=free, name="tfdist freed iterator").start()
 
 
 def _is_number(value: Any) -> bool:
