@@ -22,7 +22,7 @@ from tfdist.training.metric_totals import MetricTotals
 _ACCUMULATION = "_tfdist_elastic_accumulation"
 _REFUSED = {
     "communication_options": "NCCL has a fixed group of workers",
-    "mode": "the updates that a lost worker has made by itself would be lost with it",
+    "overlap_steps": "an exchange in the background belongs to no step, so it cannot be taken back with one",
     "shard_optimizer_state": "the parts of a lost worker would be lost with it",
 }
 
@@ -63,10 +63,9 @@ class ElasticTraining:
         self._row_shares, self._strategy = strategy.row_shares, weakref.ref(strategy)
         self._transactions = exchange_start.step_transactions()
         self._group = self._transactions.group
-        self.metric_totals = totals = MetricTotals()
-        self.coordination = ElasticCoordination(
-            self._transactions, lambda is_own: totals.divide(is_first=is_own), self._view_of_sums
-        )
+        self.metric_totals = MetricTotals()
+        self._has_totals = True  # whether the last step has stored the sums of metrics over all workers
+        self.coordination = ElasticCoordination(self._transactions, self._divide_metrics, self._view_of_sums)
         patch_epoch_iterator()
         membership = self._group.membership
         if self.starts_late or self.living_ranks:
@@ -89,6 +88,12 @@ class ElasticTraining:
     def living_ranks(self) -> tuple[int, ...]:
         """The ranks of the workers that train; none while this one does not train with them."""
         return tuple(self._group.membership.ranks(self._group.membership.view))
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether workers train by themselves between two exchanges of weights."""
+        strategy: Any = self._strategy()
+        return strategy.local_updates is not None
 
     def run_alone(self, exchange: Callable[[], Any]) -> Any:
         """Returns the result of exchanges outside of a step: all of them before a change of the workers, or after."""
@@ -123,8 +128,18 @@ class ElasticTraining:
         self._group.close()
 
     def loop_member(self, objects: Any) -> LoopMember:
-        """Returns what runs the steps of a custom loop, which write certain objects: see `LoopState`."""
+        """Returns what runs the steps of a custom loop, which write certain objects: see `LoopState`.
+
+        Raises:
+            ValueError: Workers train by themselves, or see `LoopState`.
+        """
         transactions = self._transactions
+        if self._is_local:
+            raise ValueError(
+                "Custom loops whose workers may be lost exchange gradients in each step. Received: an ElasticLoop "
+                "under a strategy with `elastic` and `mode=LocalSGD(...)` or `DiLoCo(...)`. Expected: one of the two. "
+                "Train by `model.fit`, or leave `mode` out."
+            )
         return LoopMember(
             transactions,
             LoopState(objects, self._strategy(), self.metric_totals, transactions.sum_over_workers),
@@ -140,7 +155,14 @@ class ElasticTraining:
 
     def run_update(self, model: Any, update: Callable[[], None]) -> None:
         """Applies what the optimizer of a model has accumulated, on all workers or on none."""
-        self._accumulation_of(model).run(update)
+        if self._is_local:
+            self._transactions.run(update, self._written_by(model))
+        else:
+            self._accumulation_of(model).run(update)
+
+    def run_writing(self, update: Callable[[], None], find: Callable[[], Sequence[Any]]) -> None:
+        """Calls `update`, which writes the `tf.Variable`s that `find` returns, on all workers or on none."""
+        self._transactions.run(update, WrittenVariables(find))
 
     def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns a function that runs a step of the model on a batch: it counts on all workers or on none.
@@ -159,7 +181,13 @@ class ElasticTraining:
             run = self._accumulation_of(model, is_new=True).run
         else:
             run = functools.partial(self._transactions.run, written=self._written_by(model))
-        return lambda batch: run(lambda: function(batch))
+        has_totals = name != "train" or not self._is_local
+
+        def run_step(batch: Any) -> Any:
+            self._has_totals = has_totals
+            return run(lambda: function(batch))
+
+        return run_step
 
     def follow(self, workers: Sequence[int]) -> None:
         """Other workers train than before: those of these numbers."""
@@ -168,7 +196,11 @@ class ElasticTraining:
 
     def _share_metrics(self) -> None:
         # The oldest: one that joins may not have stored all sums.
-        self.metric_totals.divide(is_first=self._group.rank == self.ranks_by_age[0])
+        self._divide_metrics(self._group.rank == self.ranks_by_age[0])
+
+    def _divide_metrics(self, is_first: bool) -> None:
+        if self._has_totals:
+            self.metric_totals.divide(is_first=is_first)
 
     def _accumulation_of(self, model: Any, *, is_new: bool = False) -> ElasticAccumulation:
         """Returns the accumulation of a model, for the next function of its steps if `is_new`."""
@@ -198,4 +230,4 @@ class ElasticTraining:
 
     def _take_no_rows(self) -> None:
         self._row_shares.take_no_rows()
-        self.metric_totals.divide(is_first=False)
+        self._divide_metrics(False)

@@ -139,7 +139,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             nccl = options.implementation == _NCCL and communication_options
             check_elastic_options(
                 communication_options=nccl,
-                mode=local_mode,
+                overlap_steps=0 if local_mode is None else local_mode.overlap_steps,
                 shard_optimizer_state=shard_optimizer_state,
             )
         resolver = cluster_resolver or worker_resolver()
@@ -334,6 +334,13 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             update()
         else:
             self._elastic.run_update(model, update)
+
+    def run_writing(self, update: Callable[[], None], find: Callable[[], Sequence[Any]]) -> None:
+        """Calls `update`, which writes the `tf.Variable`s that `find` returns; with `elastic` again after a loss."""
+        if self._elastic is None:
+            update()
+        else:
+            self._elastic.run_writing(update, find)
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.

@@ -186,13 +186,14 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         self._models.add(model)
         training = name == "train_step"
         check_model(model, self, training=training)
-        if training and self.local_updates is not None:
-            self.local_updates.add_model(model)
+        is_local = training and self.local_updates is not None
+        if is_local:
+            self.local_updates.add_model(model)  # type: ignore[union-attr]
         data = args[0] if args else None
         replica_step = step_on_replicas(model, fn, data, self)
         with self._within_worker() if training else nullcontext(), self.divided_rows.explained():
             results = super().run(replica_step, args, kwargs, options)
-        if self.row_shares is not None and is_complete(data):
+        if self.row_shares is not None and is_complete(data) and not is_local:
             results, report = results
             if training:
                 self.row_shares.add_step(self.experimental_local_results(report)[0])

@@ -61,3 +61,11 @@ def test_the_chief_alone_prints_shares_and_continues_after_a_restart(clock, caps
         training.report.on_train_end()
     assert capsys.readouterr().out.count("Workers (4 steps") == 1
     assert states[1]["training"][0]["steps"] == 8
+
+
+def test_workers_that_train_by_themselves_do_not_know_each_others_times(clock):
+    training = Training(clock)
+    training.strategy.worker_stats, training.strategy.row_shares = (), Shares(ShareStats())
+    training.strategy.local_updates = object()
+    with pytest.raises(ValueError, match="WorkerReport is for workers that push to parameter servers, or share"):
+        training.report.on_train_begin()

@@ -152,6 +152,7 @@ def _trained(losses):
         row_shares=SimpleNamespace(state=tf.Variable(1.0)),
         compression_state=SimpleNamespace(variables=[]),
         metric_totals=MetricTotals(),
+        local_updates=None,
     )
     strategy.written_variables = functools.partial(MultiWorkerMirroredStrategy.written_variables, strategy)
     vars(training).update(

@@ -45,9 +45,10 @@ def one_process(tmp_path_factory):
 
 def test_the_run_ends_without_an_error_and_counts_losses(elastic_run):
     output = elastic_run.assert_complete().output
-    assert "6 workers lost, 5 joined" in output, output[-3000:]
+    # The last one that is lost may join before the others have ended.
+    assert re.search("7 workers lost, [56] joined", output), output[-3000:]
     assert "worker 1 left, as it was asked to" in output, output[-3000:]
-    assert output.count("has joined the others") == 5, output[-3000:]
+    assert output.count("has joined the others") in (5, 6), output[-3000:]
 
 
 def test_a_worker_with_a_flipped_bit_is_named_and_repaired(elastic_run):

@@ -12,7 +12,7 @@ from tfdist.callbacks import FailureRecovery, SpikeGuard
 from tfdist.elastic.elastic_fit import reject_backups
 from tfdist.elastic.step_variables import check_updates
 from tfdist.launch.cli.main import main
-from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, exchange_start
+from tfdist.strategies import DiLoCo, MultiWorkerMirroredStrategy, exchange_start
 from tfdist.strategies.elastic_training import ElasticTraining, check_elastic_options
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -35,6 +35,11 @@ def _training(**attributes):
 
 def _custom_loop(_):
     _training(_transactions=SimpleNamespace(is_running=False)).check_runs_in_step()
+
+
+def _local_loop(_):
+    strategy = SimpleNamespace(local_updates=object())
+    _training(_strategy=lambda: strategy, _transactions=None).loop_member([])
 
 
 def _own_data(_):
@@ -83,8 +88,11 @@ _REFUSED = {
         lambda _: _strategy(shard_optimizer_state=True),
         "`shard_optimizer_state` does not work with `elastic`: the parts of a lost worker would be lost",
     ),
-    "`LocalSGD`": (lambda _: _strategy(mode=LocalSGD(sync_every=2)), "Received: mode=LocalSGD"),
-    "`DiLoCo`": (lambda _: _strategy(mode=DiLoCo(sync_every=2)), "Received: mode=DiLoCo"),
+    "`DiLoCo(overlap_steps=10)`": (
+        lambda _: _strategy(mode=DiLoCo(sync_every=20, overlap_steps=10)),
+        "Received: overlap_steps=10",
+    ),
+    "ElasticLoop with `LocalSGD` or `DiLoCo`": (_local_loop, "Received: an ElasticLoop under a strategy with"),
     "optimizers that accumulate and never update in one step": (
         _never_in_one_step,
         "Received: .* over 4 and 6 micro-steps, and have made 0 and 3",

@@ -1,12 +1,18 @@
 """The modes' arguments, what does not work together with them, and one worker."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from local_models import compiled, fit
 from testing.programs import Program
 from testing.same_training import assert_same_training
 
+from tfdist.local_updates import local_updates
+from tfdist.local_updates.local_updates import LocalUpdates
+from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import Asynchronous, DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, Synchronous
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -106,3 +112,24 @@ def test_assigned_weights_are_not_progress():
     model.set_weights([np.ones_like(value) for value in model.get_weights()])
     fit(model, epochs=1)
     assert all((value == 1).all() for value in model.get_weights())
+
+
+def test_logs_are_the_means_of_the_workers_that_are_not_lost():
+    values = np.array([[1, 2, 4], [0, 0, 0], [1, 4, 8]], np.float32)  # the second one is lost
+    updates = object.__new__(LocalUpdates)
+    updates._strategy_reference = lambda: SimpleNamespace(values_of_workers=lambda own: values)
+    assert updates.mean_of_workers([2.0, 4.0]) == [3.0, 6.0]
+
+
+def test_a_training_that_resumes_at_the_end_of_an_epoch_averages_its_statistics(monkeypatch):
+    """It makes no step before, in which its model would be noted."""
+    strategy = MultiWorkerMirroredStrategy(mode=LocalSGD(sync_every=4))
+    model = compiled(strategy, sgd, normalizes=True)
+    averaged = []
+    monkeypatch.setattr(local_updates, "assign_means", lambda strategy, variables: averaged.extend(variables))
+    VariableSnapshots(model).build((tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])))
+    _, own = strategy.local_updates.saved_variables([model.optimizer])
+    own["0/updates"].assign(3)
+    strategy.synchronize()
+    normalization = model.layers[1]
+    assert {id(one) for one in averaged} == {id(normalization.moving_mean), id(normalization.moving_variance)}

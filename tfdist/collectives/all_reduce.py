@@ -180,12 +180,14 @@ class ReplicaReduction:
     def share_of_worker(self, samples: tf.Tensor) -> tf.Tensor:
         """Returns this worker's share of the samples of all workers, or equal shares if nobody has any.
 
+        Workers count that take part: some may be lost.
+
         `samples` is a float32 scalar that is equal on all devices of a worker.
         """
         cross, share = self._hierarchy.cross, samples
         if cross is not None:
-            total = self._group(cross, OTHER, None).sum(samples)
-            share = tf.where(total > 0, tf.math.divide_no_nan(samples, total), 1 / cross.size)
+            total, workers = tf.unstack(self._group(cross, OTHER, None).sum(tf.stack([samples, 1.0])))
+            share = tf.where(total > 0, tf.math.divide_no_nan(samples, total), 1 / workers)
         return self._hierarchy.broadcast_locally([share], None)[0]
 
     def gradient_group(self, tensors: Sequence[Any]) -> Group:

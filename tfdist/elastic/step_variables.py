@@ -20,6 +20,9 @@ def variables_of_steps(model: Any, *, with_metrics: bool = True) -> list[Any]:
     found += model.metrics_variables if with_metrics else []
     for optimizer in optimizers_of(model):
         found += OptimizerState(optimizer).variables
+    if (updates := _local_updates(model)) is not None:
+        shared, own = updates.saved_variables(list(optimizers_of(model)))
+        found += [*shared.values(), *own.values(), *accumulators_of(model)]
     found += generator_variables().values()
     return [one for variable in found for one in components(model.distribute_strategy, variable)]
 
@@ -35,7 +38,10 @@ def accumulators_of(model: Any) -> list[Any]:
 
 
 def accumulates(model: Any) -> bool:
-    """Returns whether an optimizer of the model accumulates gradients over several steps."""
+    """Returns whether an optimizer accumulates gradients of all workers over several steps.
+
+    What workers accumulate that train by themselves is their own, and lost with them.
+    """
     return bool(_accumulating(model))
 
 
@@ -68,6 +74,13 @@ def check_updates(model: Any) -> None:
             )
 
 
+def _local_updates(model: Any) -> Any:
+    """Returns how workers train by themselves between two exchanges of weights, `None` if they do not."""
+    return getattr(model.distribute_strategy, "local_updates", None)
+
+
 def _accumulating(model: Any) -> dict[int, OptimizerState]:
+    if _local_updates(model) is not None:
+        return {}
     states = {id(optimizer): OptimizerState(optimizer) for optimizer in optimizers_of(model)}
     return {number: state for number, state in states.items() if state.accumulation_steps > 1}

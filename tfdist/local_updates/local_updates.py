@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.collectives.key_values import key_values
 from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
-from tfdist.keras_internals.model_state import optimizers_of
+from tfdist.keras_internals.model_state import components, optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.synced_optimizer import Fragment, SyncedOptimizer, assign_means
@@ -69,8 +70,12 @@ class LocalUpdates:
         """Returns the local updates of the optimizer of an `OptimizerUpdate`."""
         return LocalUpdate(self._synced(update.optimizer), self._samples_of_step, self._factor)
 
-    def prepare(self, optimizers: Sequence[Any]) -> None:
-        """Creates the variables for optimizers that are built, before their first update."""
+    def prepare(self, model: Any, optimizers: Sequence[Any]) -> None:
+        """Creates the variables for a model's optimizers that are built, before their first update.
+
+        A training that resumes at the end of an epoch makes no step before all weights become equal.
+        """
+        self.add_model(model)
         for optimizer in optimizers:
             self._synced(optimizer)
 
@@ -97,7 +102,17 @@ class LocalUpdates:
                 del self._flushes[oldest]
             flush = functools.partial(self._run_flush, key[2], are_equal, under_way, key[3])
             self._flushes[key] = tf.function(flush, autograph=False)
-        self._flushes[key]()
+        strategy = self._strategy
+
+        def written() -> list[Any]:
+            variables = [variable for synced in counts for variable in synced.flushed_variables]
+            variables += [variable for model in models for variable in averaged_states(model)]
+            return [
+                *(component for variable in variables for component in components(strategy, variable)),
+                *strategy.compression_state.variables,
+            ]
+
+        strategy.run_writing(self._flushes[key], written)
 
     def saved_variables(self, optimizers: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the variables of optimizers to save, by names: those equal on all workers, and those that are not."""
@@ -121,12 +136,11 @@ class LocalUpdates:
             synced.resume(same_workers=same_workers)
 
     def mean_of_workers(self, values: Sequence[float]) -> list[float]:
-        """Returns the means of all workers' `values`. Call this eagerly and on all workers."""
+        """Returns the means of the `values` of all workers that are not lost. Call this eagerly and on all of them."""
         if not values:
             return []
-        strategy = self._strategy
-        gathered = strategy.gather(tf.constant([list(values)], tf.float32), axis=0).numpy()
-        return [float(mean) for mean in gathered.mean(axis=0)]
+        workers, *sums = self._strategy.values_of_workers(np.array([1, *values], np.float32)).sum(axis=0)
+        return [float(total / workers) for total in sums]
 
     def _run_flush(
         self,

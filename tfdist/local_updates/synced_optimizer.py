@@ -175,10 +175,10 @@ def _assign(variable: tf.Variable, value: Any) -> None:
 
 
 def assign_means(strategy: Any, variables: Sequence[Any]) -> None:
-    """Replaces the values of variables by their means over all replicas."""
+    """Replaces the values of variables by their means over all replicas, of workers that are not lost."""
     if variables:
-        context, replicas = tf.distribute.get_replica_context(), strategy.num_replicas_in_sync
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [read(variable) for variable in variables])
+        context, values = tf.distribute.get_replica_context(), [read(variable) for variable in variables]
+        replicas, *sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.ones([]), *values])
         for variable, total in zip(variables, sums, strict=True):
             assign(strategy, variable, total / tf.cast(replicas, total.dtype))
 
@@ -246,6 +246,12 @@ class SyncedOptimizer:
     def own_variables(self) -> dict[str, Any]:
         """The counters of each worker, by names."""
         return {"updates": self.updates, "fresh": self.fresh, "samples": self.samples}
+
+    @property
+    def flushed_variables(self) -> list[Any]:
+        """All that `flush` and `finish` write, besides the state of compressors."""
+        weights = [variable for fragment in self.fragments for variable in fragment.variables]
+        return [*weights, *self._averages, *self.shared_variables.values(), *self.own_variables.values()]
 
     def number_of_updates(self) -> int:
         """Returns `updates`. Call this eagerly, outside of a replica."""

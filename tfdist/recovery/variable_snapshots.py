@@ -100,7 +100,7 @@ class VariableSnapshots:
         """
         build_for_training(self._model, element_spec)
         if (updates := self._local_updates) is not None:
-            updates.prepare(updating_optimizers(self._model))  # their variables, as the first update would
+            updates.prepare(self._model, updating_optimizers(self._model))  # as the first update would
 
     def per_replica(self) -> Arrays:
         """Returns copies of the values of each local replica, including metrics."""

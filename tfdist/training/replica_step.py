@@ -53,7 +53,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     is_compiled_by_user, step_function = is_compiled(step_function), inlined(step_function)
     training = step_function.__name__ == "train_step"
     is_within_worker = training and strategy.local_updates is not None
-    shared = SharedRows(data, strategy) if is_complete(data) else None
+    shared = SharedRows(data, strategy, within_worker=is_within_worker) if is_complete(data) else None
     parts = _local_parts(data if shared is None else shared.own, strategy)
     fillers = parts if shared is None else [*parts, shared.whole]
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
@@ -79,7 +79,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             step.model, step.has_own_loss = model, has_own_loss(model)
             if not tf.executing_eagerly() and (is_compiled_by_user or jit_compiles(model, replica_data)):
                 step.graph = tf.compat.v1.get_default_graph()
-            if shared is not None and training:
+            if shared is not None and training and not is_within_worker:
                 step.timing = shared.start_timing(model, replica_data, step)
             with step.running(), nullcontext() if step.timing is None else step.timing.computing():
                 is_first = replica_data is parts[0]  # one replica stands for all
@@ -94,7 +94,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                 "guard": guard if guard is not None and guard.model is model else None,
                 "is_first": is_first,
             }
-            if shared is None:
+            if shared is None or is_within_worker:  # the other workers compute by themselves, and report nothing
                 return synchronize_results(model, step, results, training=training, **guarded)[0]
             shared.end_timing(model, step)
             logs, report = synchronize_results(

@@ -190,14 +190,17 @@ class SharedRows:
     Attributes:
         own: The data with the rows of each local replica.
         whole: The data with all rows. A replica without rows computes with the first of them.
-        steps: The local replicas' parts of the step.
+        steps: The local replicas' parts of the step; of that of this worker alone if it is `within_worker`.
     """
 
-    def __init__(self, data: Any, strategy: Any) -> None:
+    def __init__(self, data: Any, strategy: Any, *, within_worker: bool = False) -> None:
         self._strategy, self._shares = strategy, strategy.row_shares
         self._first_replica = sum(strategy.replicas_of_workers[: strategy.rank])
         self.own, self.whole, self._rows, bounds = _divided(data, strategy)
-        self.steps = [ReplicaStep(end - first, _fraction(end - first, self._rows)) for first, end in bounds]
+        total = bounds[-1][1] - bounds[0][0] if within_worker else self._rows
+        self.steps = [ReplicaStep(end - first, _fraction(end - first, total)) for first, end in bounds]
+        for step in self.steps if within_worker else ():
+            step.samples_of_worker = tf.cast(total, tf.float32)
 
     def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep:
         timer = self._shares.timers[self._local_replica()]
