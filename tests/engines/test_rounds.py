@@ -232,6 +232,7 @@ def test_what_a_place_is_told():
     assert "--nodes" not in call_of(where, workers=1).task(0, ADDRESSES[:1]).arguments
     own = " ".join(call_of(where, parameter_servers=2, start_timeout_seconds=9).task(0, ADDRESSES).arguments)
     assert "--parameter-servers 2" in own and "--start-timeout 9" in own
+    assert "--elastic 1 " in " ".join(call_of(where, elastic=1).task(0, ADDRESSES).arguments)
     second = call.next_round(2)
     assert f"--log-dir {os.getcwd()}/logs/round-1" in " ".join(second.task(0, ADDRESSES).arguments)
     assert second.run != call.run and call.token[:4] not in call.run
@@ -261,6 +262,10 @@ def test_likely_ports_differ_between_rounds_and_are_no_ports_of_clients():
             {"start_timeout_seconds": 0},
             "Invalid `start_timeout_seconds`. Received: start_timeout_seconds=0. Expected: a number",
         ),
+        ({"elastic": 0}, "Invalid `elastic`"),
+        ({"elastic": 3}, "exceeds the number of workers. Received: workers=2, elastic=3. Expected: elastic=2, or less"),
+        ({"elastic": 1, "chief": True}, "Received: elastic=1 with chief=True, parameter_servers=0. Expected: one of"),
+        ({"elastic": 1, "parameter_servers": 1}, "Only workers that all call the function train elastically"),
         ({"chief": True, "parameter_servers": 1}, "Parameter servers have a chief already. Received: chief=True"),
     ],
 )
