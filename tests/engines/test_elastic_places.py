@@ -1,15 +1,18 @@
 """Elastic calls of engines: who is lost starts again alone while the others go on. The places are threads here."""
 
+import dataclasses
 import signal
+import types
 
 import pytest
 from test_rounds import call_of, result
 from thread_places import run_in_threads
 
-from tfdist.cluster import LOST_RUN_EXIT_CODE
+from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch import WorkerError
 from tfdist.launch.engines import engine_call as module
-from tfdist.launch.engines.engine_call import LostPlaceError, RoundEnd, run_rounds
+from tfdist.launch.engines import on_ray as on_ray_module
+from tfdist.launch.engines.engine_call import LostPlaceError, PlaceAddress, RoundEnd, run_rounds
 from tfdist.launch.engines.place import _Stop, place_address, run_place
 
 KILLED = 128 + signal.SIGKILL
@@ -75,7 +78,8 @@ def test_the_others_are_stopped_when_no_place_can_be_back(monkeypatch):
     call = call_of(lambda: 7, workers=3, elastic=1, grace_seconds=5, start_timeout_seconds=100)
     assert RoundEnd(call_of(lambda: 7, workers=3)).has_come([result(1, KILLED)])
     end = RoundEnd(call)
-    assert not end.has_come([]) and not end.has_come([result(1, KILLED), result(2, LOST_RUN_EXIT_CODE)])
+    absent = dataclasses.replace(result(2, LOST_RUN_EXIT_CODE), is_absent=True)
+    assert not end.has_come([]) and not end.has_come([result(1, KILLED), absent])
     now[0] = 1000.0
     assert not end.has_come([result(1, KILLED)]), "the others train on"
     assert not end.has_come([result(1, 0)]), "place 2 may have more to do, if the rendezvous is lost"
@@ -85,9 +89,9 @@ def test_the_others_are_stopped_when_no_place_can_be_back(monkeypatch):
     now[0] = 1100.0
     assert end.has_come([result(1, 0), result(2, 0)])
     end = RoundEnd(call)
-    assert not end.has_come([result(0, 0)])
+    assert not end.has_come([result(0, PREEMPTED_EXIT_CODE)])
     now[0] += 15.0
-    assert end.has_come([result(0, 0)]), "who reaches the rendezvous ends with it"
+    assert end.has_come([result(0, PREEMPTED_EXIT_CODE)]), "who reaches the rendezvous ends with it"
 
 
 def test_a_place_that_returns_too_late_is_no_error_of_the_call():
@@ -95,7 +99,7 @@ def test_a_place_that_returns_too_late_is_no_error_of_the_call():
     call = call_of(lambda: 7, elastic=1, start_timeout_seconds=0.5)
     addresses = [place_address("127.0.0.1") for _ in range(2)]
     place = run_place(call.task(1, addresses), is_again=True)
-    assert place.exit_code == LOST_RUN_EXIT_CODE and not place.usage_error
+    assert place.is_absent and place.is_interrupted and not place.usage_error
     assert "The rendezvous did not answer." in place.last_lines[0]
 
 
@@ -110,3 +114,38 @@ def test_a_place_that_leaves_is_killed():
         task = call_of(lambda: 7, **options).task(1, [place_address("127.0.0.1")] * 2)
         _Stop(task, Launcher(), lambda: True, lambda: True).poll()
         assert sent.pop() == expected and not sent
+
+
+def test_an_actor_on_another_host_does_not_join(monkeypatch):
+    """Workers keep their addresses."""
+    util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.9")
+    monkeypatch.setattr(on_ray_module, "import_ray", lambda: types.SimpleNamespace(util=util))
+    task = call_of(lambda: 7, elastic=1).task(1, [PlaceAddress("10.0.0.1", 1), PlaceAddress("10.0.0.2", 2)])
+    moved = on_ray_module._Place(1)
+    place = moved.run(task)
+    assert place.is_absent and place.is_interrupted and not RoundEnd(call_of(lambda: 7, elastic=1)).has_come([place])
+    assert moved.lines() == [f"tfdist: {place.last_lines[0]}"]
+    assert place.last_lines[0].startswith("place 1 was lost on 10.0.0.2 and is now on 10.0.0.9, but workers keep their")
+
+
+def test_actors_that_are_not_started_again_are_silent(monkeypatch):
+    now, lost = [100.0], set()
+    monkeypatch.setattr(on_ray_module.time, "monotonic", lambda: now[0])
+    ray = types.SimpleNamespace(
+        wait=lambda refs, **_: ([ref for ref in refs if ref not in lost], []),
+        get=lambda ref: [],
+        exceptions=types.SimpleNamespace(RayError=OSError),
+    )
+    monkeypatch.setattr(on_ray_module, "import_ray", lambda: ray)
+
+    class Actor:
+        def __init__(self, rank):
+            self.lines = types.SimpleNamespace(remote=lambda: rank)
+
+    output = on_ray_module.OutputOfActors([Actor(rank) for rank in range(2)])
+    lost.add(1)
+    now[0] = 107.0
+    output.show_new()
+    now[0] = 110.0
+    assert output.silent_seconds([0, 1], since=100.0) == 3.0
+    assert output.silent_seconds([1], since=100.0) == 10.0

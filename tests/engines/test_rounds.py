@@ -106,12 +106,14 @@ def test_stopped_places_let_the_function_save(tmp_path):
     assert run_in_threads(call)[0].exit_code != 0
 
 
-def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
+@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_killed_place_leaves_no_process_and_no_file(tmp_path, is_elastic):
     call, started = call_of(wait_for_signal, str(tmp_path / "started"), workers=1), tmp_path / "started"
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     place = subprocess.Popen([sys.executable, "-c", PLACE], env=environ, stdin=subprocess.PIPE)
     with place.stdin as stdin:
-        pickle.dump(call.task(0, [place_address("127.0.0.1")]), stdin)
+        task = call.task(0, [place_address("127.0.0.1")])
+        pickle.dump(dataclasses.replace(task, is_elastic=is_elastic), stdin)
     try:
         eventually(started.exists, "started")
         descendants = descendants_of(place.pid)
@@ -120,13 +122,14 @@ def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
         place.kill()
         place.wait()
     eventually(lambda: not any(map(is_alive, descendants)), "all have ended")
-    assert (tmp_path / "started.saved").exists(), "the worker had time to save"
+    saved = (tmp_path / "started.saved").exists()
+    assert saved != is_elastic, "the worker had time to save, or it was killed: SIGTERM would end all workers"
 
 
 PLACE = """
 import pickle, sys
 from tfdist.launch.engines.place import run_place
-run_place(pickle.load(sys.stdin.buffer))
+run_place(pickle.load(sys.stdin.buffer), is_killed=True)
 """
 
 

@@ -84,6 +84,7 @@ class PlaceResult:
     last_lines: tuple[str, ...]  # what the launcher said last
     usage_error: str = ""  # the launcher's message about a wrong command, or an empty string
     attempts: int = 0  # number of attempts that have begun; 0 if the function is called in other places only
+    is_absent: bool = False  # whether it was lost and could not join the others of an elastic call again
 
     @property
     def is_interrupted(self) -> bool:
@@ -92,8 +93,9 @@ class PlaceResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the launcher was killed: the other places of an elastic call train on, and it may start again."""
-        return self.is_interrupted and self.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        """Whether the other places of an elastic call train on: the launcher was killed, or has not found them."""
+        is_killed = self.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return self.is_absent or (self.is_interrupted and is_killed)
 
     @property
     def is_killed(self) -> bool:
@@ -226,10 +228,10 @@ class RoundEnd:
             return any(result.ends_round for result in results)
         if any(result.usage_error for result in results):
             return True
-        ended = {result.rank for result in results if not result.is_interrupted}
+        ended = {result.rank for result in results if not result.is_lost}
         if not ended:
             return False
-        # Places that reach the rendezvous, which is in place 0, end together. Others may have more to do.
+        # Places that reach the rendezvous, which is in place 0, end together. Without it, others may have more to do.
         is_together = 0 in ended or len(ended) == self._spec.workers - 1
         limit = self._spec.grace_seconds + STOP_SECONDS if is_together else self._spec.start_timeout_seconds
         self._deadline = min(self._deadline, time.monotonic() + limit)

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
@@ -171,7 +171,11 @@ class _Actors:
         pending = {ref: rank for rank, ref in enumerate(refs)}
         deadline = None if seconds is None else time.monotonic() + seconds
         is_stopped, round_end = False, RoundEnd(call)
-        trains_on = not is_start and call.spec.elastic is not None
+        trains_on, limit, began = (
+            not is_start and call.spec.elastic is not None,
+            call.spec.start_timeout_seconds,
+            time.monotonic(),
+        )
         try:
             while pending:
                 ready = self._ray.wait(list(pending), num_returns=1, timeout=_LOOK_SECONDS)[0]
@@ -183,6 +187,8 @@ class _Actors:
                         answers[rank] = self._ray.get(ref)
                     except self._ray.exceptions.RayError as error:
                         missing[rank] = explain_lost_actor(rank, error)
+                if trains_on and pending and self._output.silent_seconds(pending.values(), since=began) >= limit:
+                    deadline, late = time.monotonic(), f"was not started again within {limit:g} s"
                 ends = (bool(missing) and not trains_on) or (not is_start and round_end.has_come(answers.values()))
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
@@ -285,6 +291,7 @@ class OutputOfActors:
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
         self._asked: dict[Any, Any] = {}  # by actor: the answer that is under way
+        self._heard_at: dict[Any, float] = {}  # by actor: when it has answered last
 
     def show_new(self, *, is_last: bool = False) -> None:
         """Prints the lines that have come since the last call. With `is_last` it waits for the rest."""
@@ -301,6 +308,11 @@ class OutputOfActors:
                     with contextlib.suppress(ray.exceptions.RayError):  # the actor is lost
                         for line in ray.get(ref):
                             print(line, flush=True)
+                        self._heard_at[actor] = time.monotonic()
+
+    def silent_seconds(self, ranks: Iterable[int], *, since: float) -> float:
+        """Returns for how long none of these actors has answered: Ray has not started those again that are lost."""
+        return time.monotonic() - max([since, *(self._heard_at.get(self._actors[rank], since) for rank in ranks)])
 
 
 def actor_class(max_restarts: int, *, is_elastic: bool) -> Any:
@@ -345,9 +357,12 @@ class _Place:
     def run(self, task: PlaceTask) -> PlaceResult:
         host = import_ray().util.get_node_ip_address()
         if self._is_again and host != task.host:
-            text = f"place {task.rank} is now on {host}, and workers keep their addresses: the others go on without it"
+            text = (
+                f"place {task.rank} was lost on {task.host} and is now on {host}, but workers keep their addresses: "
+                "the others train on without it"
+            )
             self._lines.append(f"tfdist: {text}")
-            return PlaceResult(task.rank, LOST_RUN_EXIT_CODE, {}, None, (text,))
+            return PlaceResult(task.rank, LOST_RUN_EXIT_CODE, {}, None, (text,), is_absent=True)
         return run_place(task, show=self._lines.append, is_killed=True, is_again=self._is_again)
 
     def lines(self) -> list[str]:

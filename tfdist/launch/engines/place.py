@@ -80,7 +80,11 @@ def run_place(
         result = _run_launcher(task, show, stops, environ or {}, is_killed=is_killed and task.is_elastic)
         if is_again and result.usage_error:
             return dataclasses.replace(
-                result, exit_code=LOST_RUN_EXIT_CODE, usage_error="", last_lines=(result.usage_error,)
+                result,
+                exit_code=LOST_RUN_EXIT_CODE,
+                usage_error="",
+                last_lines=(result.usage_error,),
+                is_absent=True,
             )
         if not task.is_elastic or not result.is_lost or task.run in _stopped_runs or should_stop() or is_leaving():
             return result
