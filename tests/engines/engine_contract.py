@@ -37,6 +37,7 @@ class EngineContract:
     owner: int  # the generation of the engine's process that holds a place: see `engine_functions.ancestor`
     too_few: str  # how it says that there are no three places
     lost: str  # how it says that place 1 was lost
+    places_that_start_again: tuple[tuple[int, int], ...] = ((1, 3), (0, 3))  # ranks, and `owner`
     lost_seconds = 30  # place 0 would wait for 60
     one_place_threads = "1"
     returns_after_places = True  # an interrupted call; else places end by themselves soon after
@@ -94,6 +95,22 @@ class EngineContract:
         for weights, _ in values:
             assert_identical(weights, reference)
         assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == "place")
+
+    @pytest.mark.long
+    def test_the_others_train_on_without_a_killed_process(self, engine, tmp_path):
+        expected = self.call(functions.train_elastically, str(tmp_path), workers=2)[0][0]
+        for victim, generation in ((1, 0), *(self.places_that_start_again)):
+            directory = tmp_path / f"{victim}-{generation}"
+            directory.mkdir()
+            arguments = str(directory), victim, generation
+            values = self.call(functions.train_elastically, *arguments, workers=2, elastic=1)
+            assert (directory / "killed").exists()
+            other = 1 - victim
+            assert values[other][1] == ((0, 1), (other,), (0, 1)), "one trained alone, and the other has joined"
+            for weights, _ in values:
+                for weight, same in zip(weights, expected, strict=True):
+                    # 256 updates of sums that associate differently, of weights up to 1.
+                    np.testing.assert_allclose(weight, same, rtol=5e-6, atol=5e-6)
 
     @pytest.mark.long
     def test_a_lost_place_ends_the_call(self, engine):

@@ -54,6 +54,49 @@ def train(directory, victim=None, data=None, compression=None):
     return [np.asarray(weight) for weight in model.get_weights()], killer.steps
 
 
+def train_elastically(directory, victim=None, generation=0):
+    """Returns the weights, and the ranks that trained together in turn, with two workers.
+
+    Args:
+        directory: for the file that says that something was killed.
+        victim: the rank of which an ancestor is killed, once; None: nobody. The other makes slow steps until it is
+            back.
+        generation: which ancestor: see `ancestor`.
+    """
+    import keras
+    import numpy as np
+
+    from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    killed, until = Path(directory) / "killed", time.monotonic() + 150
+
+    class Killer(keras.callbacks.Callback):
+        living = ()
+
+        def on_train_batch_end(self, batch, logs=None):
+            ranks = strategy.living_ranks
+            if self.living[-1:] != (ranks,):
+                self.living = (*self.living, ranks)
+            if victim is None or time.monotonic() > until:
+                return
+            if strategy.rank == victim and not killed.exists():
+                killed.touch()
+                os.kill(ancestor(generation), signal.SIGKILL)
+                time.sleep(60)  # until it is killed, too
+            if len(ranks) < 2:
+                time.sleep(0.5)
+
+    strategy = MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(0)
+    inputs = np.random.default_rng(0).normal(size=(32 * STEPS_OF_EPOCH, 16)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("sgd", loss="mse")
+    killer = Killer()
+    model.fit(inputs, inputs[:, :1] ** 2, batch_size=32, epochs=32, verbose=0, callbacks=[killer])
+    return [np.asarray(weight) for weight in model.get_weights()], killer.living
+
+
 def train_with_servers():
     """Returns the weights after two epochs of synchronous rounds."""
     import keras

@@ -106,12 +106,14 @@ def test_stopped_places_let_the_function_save(tmp_path):
     assert run_in_threads(call)[0].exit_code != 0
 
 
-def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
+@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_killed_place_leaves_no_process_and_no_file(tmp_path, is_elastic):
     call, started = call_of(wait_for_signal, str(tmp_path / "started"), workers=1), tmp_path / "started"
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     place = subprocess.Popen([sys.executable, "-c", PLACE], env=environ, stdin=subprocess.PIPE)
     with place.stdin as stdin:
-        pickle.dump(call.task(0, [place_address("127.0.0.1")]), stdin)
+        task = call.task(0, [place_address("127.0.0.1")])
+        pickle.dump(dataclasses.replace(task, is_elastic=is_elastic), stdin)
     try:
         eventually(started.exists, "started")
         descendants = descendants_of(place.pid)
@@ -120,13 +122,14 @@ def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
         place.kill()
         place.wait()
     eventually(lambda: not any(map(is_alive, descendants)), "all have ended")
-    assert (tmp_path / "started.saved").exists(), "the worker had time to save"
+    saved = (tmp_path / "started.saved").exists()
+    assert saved != is_elastic, "the worker had time to save, or it was killed: SIGTERM would end all workers"
 
 
 PLACE = """
 import pickle, sys
 from tfdist.launch.engines.place import run_place
-run_place(pickle.load(sys.stdin.buffer))
+run_place(pickle.load(sys.stdin.buffer), is_killed=True)
 """
 
 
@@ -232,6 +235,7 @@ def test_what_a_place_is_told():
     assert "--nodes" not in call_of(where, workers=1).task(0, ADDRESSES[:1]).arguments
     own = " ".join(call_of(where, parameter_servers=2, start_timeout_seconds=9).task(0, ADDRESSES).arguments)
     assert "--parameter-servers 2" in own and "--start-timeout 9" in own
+    assert "--elastic 1 " in " ".join(call_of(where, elastic=1).task(0, ADDRESSES).arguments)
     second = call.next_round(2)
     assert f"--log-dir {os.getcwd()}/logs/round-1" in " ".join(second.task(0, ADDRESSES).arguments)
     assert second.run != call.run and call.token[:4] not in call.run
@@ -261,6 +265,10 @@ def test_likely_ports_differ_between_rounds_and_are_no_ports_of_clients():
             {"start_timeout_seconds": 0},
             "Invalid `start_timeout_seconds`. Received: start_timeout_seconds=0. Expected: a number",
         ),
+        ({"elastic": 0}, "Invalid `elastic`"),
+        ({"elastic": 3}, "exceeds the number of workers. Received: workers=2, elastic=3. Expected: elastic=2, or less"),
+        ({"elastic": 1, "chief": True}, "Received: elastic=1 with chief=True, parameter_servers=0. Expected: one of"),
+        ({"elastic": 1, "parameter_servers": 1}, "Only workers that all call the function train elastically"),
         ({"chief": True, "parameter_servers": 1}, "Parameter servers have a chief already. Received: chief=True"),
     ],
 )

@@ -226,6 +226,12 @@ class RunSpec:
             )
         if elastic is not None:
             check_whole_number("elastic", elastic, at_least=1)
+            if chief or parameter_servers:
+                raise ValueError(
+                    "Only workers that all call the function train elastically. Received: "
+                    f"elastic={elastic} with chief={chief!r}, parameter_servers={parameter_servers}. Expected: one of "
+                    "them. Remove `elastic`, or use MultiWorkerMirroredStrategy without a chief."
+                )
         return cls(
             workers=workers,
             parameter_servers=parameter_servers,

@@ -5,11 +5,14 @@ A round is all places of a call at once. When places are lost, the driver asks t
 
 import dataclasses
 import hashlib
+import math
 import os
 import platform
 import secrets
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,8 @@ from tfdist.utils.formatting import counted, signal_name
 _LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
 # How often another process may take the port of the rendezvous in the second between its choice and its use.
 _MAX_LOST_PORTS = 3
+STOP_SECONDS = 10.0
+"""How long a place has to end after the grace period."""
 _LOST_PORT = "The coordinator cannot listen."
 
 
@@ -48,6 +53,8 @@ class PlaceTask:
     token: str = dataclasses.field(repr=False)  # the secret of the rendezvous
     grace_seconds: float  # seconds from SIGTERM to SIGKILL
     versions: "Versions"  # the versions of the driver
+    host: str = ""  # the address of the place
+    is_elastic: bool = False  # whether the others train on when the place is lost, and it may start again there
 
 
 class Versions(NamedTuple):
@@ -77,11 +84,18 @@ class PlaceResult:
     last_lines: tuple[str, ...]  # what the launcher said last
     usage_error: str = ""  # the launcher's message about a wrong command, or an empty string
     attempts: int = 0  # number of attempts that have begun; 0 if the function is called in other places only
+    is_absent: bool = False  # whether it was lost and could not join the others of an elastic call again
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the round ended because a place was lost or announced its end, not by the function."""
         return (self.is_killed or self.exit_code in _LEFT) and not self._is_exit_of_worker
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the other places of an elastic call train on: the launcher was killed, or has not found them."""
+        is_killed = self.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return self.is_absent or (self.is_interrupted and is_killed)
 
     @property
     def is_killed(self) -> bool:
@@ -140,6 +154,12 @@ class EngineCall:
         check_function(function, caller=caller)
         check_seconds("start_timeout_seconds", start_timeout_seconds)  # the places have other defaults
         spec = RunSpec.of_call(start_timeout_seconds=start_timeout_seconds, **options)
+        if spec.elastic is not None and spec.elastic > spec.workers:
+            raise ValueError(
+                "The least number of workers that train exceeds the number of workers. Received: workers="
+                f"{spec.workers}, elastic={spec.elastic}. Expected: elastic={spec.workers}, or less. Correct one of "
+                "them."
+            )
         spec = dataclasses.replace(
             spec,
             seed=new_seed(os.environ) if spec.seed is None else spec.seed,
@@ -178,7 +198,44 @@ class EngineCall:
         )
         node = NodeOptions(rank, rendezvous.host, rendezvous.port, addresses[rank].host, self.token)
         arguments = ("run", *spec.arguments(), *(node.arguments() if spec.nodes > 1 else ()))
-        return PlaceTask(self.run, rank, self.payload, arguments, self.token, spec.grace_seconds, self.versions)
+        return PlaceTask(
+            self.run,
+            rank,
+            self.payload,
+            arguments,
+            self.token,
+            spec.grace_seconds,
+            self.versions,
+            host=addresses[rank].host,
+            is_elastic=spec.elastic is not None and spec.nodes > 1,
+        )
+
+
+class RoundEnd:
+    """Whether the engine's adapter has to stop the places of a round that have not ended.
+
+    In an elastic call the others train on without one that is lost. But one that is lost and does not start again never
+    ends, so the rest has a limit once the function has returned somewhere.
+    """
+
+    def __init__(self, call: EngineCall) -> None:
+        self._spec, self._deadline = call.spec, math.inf
+
+    def has_come(self, results: Iterable[PlaceResult]) -> bool:
+        """Whether the rest has to be stopped, given the results of those that have ended."""
+        results = list(results)
+        if self._spec.elastic is None:
+            return any(result.ends_round for result in results)
+        if any(result.usage_error for result in results):
+            return True
+        ended = {result.rank for result in results if not result.is_lost}
+        if not ended:
+            return False
+        # Places that reach the rendezvous, which is in place 0, end together. Without it, others may have more to do.
+        is_together = 0 in ended or len(ended) == self._spec.workers - 1
+        limit = self._spec.grace_seconds + STOP_SECONDS if is_together else self._spec.start_timeout_seconds
+        self._deadline = min(self._deadline, time.monotonic() + limit)
+        return time.monotonic() >= self._deadline
 
 
 class LostPlaceError(Exception):
@@ -208,6 +265,9 @@ def run_rounds(
             lost = _interruption(results)
         except LostPlaceError as error:
             results, lost = error.results, str(error)
+        if call.spec.elastic is not None and any(result.exit_code == 0 for result in results):
+            # The others have trained on without a place that was lost, and have not waited for it.
+            results, lost = [result for result in results if not result.ends_round], ""
         if any(result.usage_error.startswith(_LOST_PORT) for result in results) and lost_ports < _MAX_LOST_PORTS:
             lost_ports += 1
             say("tfdist: another process has taken the port of the rendezvous; starting again with another one")
@@ -256,5 +316,6 @@ def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
         merged,
         calls=call.spec.calls,
         workers=call.spec.workers,
+        may_lack_values=call.spec.elastic is not None,
         last_lines=described.last_lines,
     )

@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from tfdist.launch.engines.engine_call import (
+    STOP_SECONDS,
     EngineCall,
     LostPlaceError,
     PlaceAddress,
     PlaceResult,
     PlaceTask,
+    RoundEnd,
     run_rounds,
 )
 from tfdist.launch.engines.place import place_address, run_place, stop_places
@@ -23,7 +25,7 @@ from tfdist.utils.optional_modules import import_optional
 PLACE_KEY = "tfdist-place"
 ANSWER_SECONDS = 30.0
 Value = TypeVar("Value")
-_POLL_SECONDS, _LOOK_SECONDS, _STOP_SECONDS = 0.1, 1.0, 10.0  # the last one after the grace period
+_POLL_SECONDS, _LOOK_SECONDS = 0.1, 1.0
 
 
 def import_distributed() -> Any:
@@ -129,7 +131,7 @@ def run_beside_tasks(
     return {name: answer for name, answer in answers.items() if not isinstance(answer, OSError)}
 
 
-def run_task(task: PlaceTask, pid: int) -> PlaceResult:
+def run_task(task: PlaceTask, pid: int, *, is_again: bool = False) -> PlaceResult:
     """Runs a place as a task of Dask. `pid` is the process of the Dask worker that was asked.
 
     Raises a ReplacedWorkerError if another process has taken over the address of the Dask worker, as after a restart.
@@ -139,7 +141,18 @@ def run_task(task: PlaceTask, pid: int) -> PlaceResult:
     worker = import_distributed().get_worker()
 
     topic = _topic(task.run)
-    return run_place(task, show=lambda line: worker.log_event(topic, line), should_stop=task_has_ended())
+    return run_place(
+        task,
+        show=lambda line: worker.log_event(topic, line),
+        should_stop=task_has_ended(),
+        is_leaving=lambda: _is_closing(worker),
+        is_killed=True,
+        is_again=is_again,
+    )
+
+
+def _is_closing(worker: Any) -> bool:
+    return worker.status.name in ("closing", "closed", "failed")
 
 
 @contextlib.contextmanager
@@ -160,14 +173,6 @@ def _topic(run: str) -> str:
     return f"{PLACE_KEY}-{run.partition('-')[0]}"  # the same in all rounds
 
 
-def ends_early(futures: Mapping[str, Any]) -> bool:
-    """Returns whether a place has failed, or ended so that the others have to be stopped."""
-    return any(
-        future.status == "error" or (future.status == "finished" and future.result(timeout=ANSWER_SECONDS).ends_round)
-        for future in futures.values()
-    )
-
-
 def task_has_ended() -> Callable[[], bool]:
     """Returns a function that says whether the task of this thread was cancelled, or its Dask worker closes.
 
@@ -182,7 +187,7 @@ def task_has_ended() -> Callable[[], bool]:
 
     def has_ended() -> bool:
         task = worker.state.tasks.get(key)
-        return task is None or task.state == "cancelled" or worker.status.name in ("closing", "closed", "failed")
+        return task is None or task.state == "cancelled" or _is_closing(worker)
 
     return has_ended
 
@@ -194,6 +199,7 @@ def on_dask(
     workers: int,
     parameter_servers: int = 0,
     chief: bool = False,
+    elastic: int | None = None,
     max_restarts: int = 0,
     resources: Mapping[str, float] | None = None,
     threads_per_worker: int | None = None,
@@ -209,7 +215,8 @@ def on_dask(
 
     The loss of a Dask worker ends the run; with `max_restarts` the function is called again beside those that there are
     then, and with `FailureRecovery` the training resumes. An interrupt, or the end of the client, ends the processes
-    with SIGTERM, so that `FailureRecovery` can save, and kills them after `grace_seconds`.
+    with SIGTERM, so that `FailureRecovery` can save, and kills them after `grace_seconds`. With `elastic` the others
+    train on without a Dask worker that is lost or closes, whose process is killed.
 
     >>> from tfdist.launch import on_dask
     >>> weights = on_dask(train, client, workers=4)  # doctest: +SKIP
@@ -221,6 +228,9 @@ def on_dask(
         workers: Number of workers.
         parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
         chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
+        elastic: The least number of workers that train: a worker that is lost is started again alone, while the others
+            train on, as by `tfdist run --elastic`. So is the process of a lost Dask worker, beside a free one of the
+            same host. None: the loss of one is a failure of all.
         max_restarts: How often to restart all workers after a failure, and to call the function again.
         resources: What each process takes of its Dask worker's resources, such as `{"GPU": 1}`.
         threads_per_worker: Threads of each worker. Defaults to those of its Dask worker.
@@ -231,7 +241,8 @@ def on_dask(
         start_timeout_seconds: How long to wait for free Dask workers, and then for the processes to start.
 
     Returns:
-        The function's return value in each worker, by rank; with a chief, its one value.
+        The function's return value in each worker, by rank; with a chief, its one value. With `elastic` None for a
+        worker that was lost, and has not joined the others before the end.
 
     Raises:
         TypeError: If `function` or `client` is not one, or something cannot be pickled.
@@ -249,6 +260,7 @@ def on_dask(
         workers=workers,
         parameter_servers=parameter_servers,
         chief=chief,
+        elastic=elastic,
         max_restarts=max_restarts,
         threads_per_worker=threads_per_worker,
         seed=seed,
@@ -266,13 +278,20 @@ class _Round:
     def __init__(self, client: Any, call: EngineCall, resources: Mapping[str, float]) -> None:
         self._client, self._call, self._resources = client, call, resources
         self._futures: dict[str, Any] = {}
+        self._addresses: list[PlaceAddress] = []
+        self._restarts, self._end = 0, RoundEnd(call)
+        self._lock = import_distributed().Lock(PLACE_KEY, scheduler_rpc=client.scheduler, loop=client.loop)
         self._has_ended = task_has_ended()
 
     def run(self) -> list[PlaceResult]:
         """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
         try:
             self._start()
-            while self._pending() and self._running() == self._pending() and not ends_early(self._futures):
+            while (running := self._running()) and not self._ends_early():
+                if lost := [name for name in self._futures if name not in running and self._is_lost(name)]:
+                    if self._call.spec.elastic is None:
+                        break
+                    self._start_again(lost, running)
                 self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
             self._stop()
             return self._results()
@@ -287,10 +306,9 @@ class _Round:
         """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what another needs."""
         needed, seconds = self._call.spec.workers, self._call.spec.start_timeout_seconds
         deadline = time.monotonic() + seconds
-        lock = import_distributed().Lock(PLACE_KEY, scheduler_rpc=self._client.scheduler, loop=self._client.loop)
         while True:
             names = names_of_workers(self._client)
-            with lock:
+            with self._lock:
                 dask_workers = self._describe(names)
                 free = sorted(name for name, worker in dask_workers.items() if worker.is_free)[:needed]
                 if len(free) == needed:
@@ -306,23 +324,68 @@ class _Round:
             self._wait(_LOOK_SECONDS)
 
     def _submit(self, chosen: Mapping[str, DaskWorker]) -> None:
-        addresses = [worker.address for worker in chosen.values()]
+        self._addresses = [worker.address for worker in chosen.values()]
         for rank, (name, worker) in enumerate(chosen.items()):
-            self._futures[name] = self._client.submit(
-                run_task,
-                self._call.task(rank, addresses, threads=worker.threads),
-                worker.address.pid,
-                key=f"{PLACE_KEY}-{self._call.run}-{rank}",
-                workers=[name],
-                resources=self._resources or None,
-                pure=False,
-            )
+            self._futures[name] = self._submit_place(rank, name, worker)
+        self._wait_until_taken(chosen)
+
+    def _submit_place(
+        self, rank: int, name: str, worker: DaskWorker, *, suffix: str = "", is_again: bool = False
+    ) -> Any:
+        return self._client.submit(
+            run_task,
+            self._call.task(rank, self._addresses, threads=worker.threads),
+            worker.address.pid,
+            is_again=is_again,
+            key=f"{PLACE_KEY}-{self._call.run}-{rank}{suffix}",
+            workers=[name],
+            resources=self._resources or None,
+            pure=False,
+        )
+
+    def _wait_until_taken(self, names: Collection[str]) -> None:
         seconds = self._call.spec.start_timeout_seconds
-        self._wait(seconds, until=lambda: not any(worker.is_free for worker in self._describe(chosen).values()))
+        self._wait(seconds, until=lambda: not any(worker.is_free for worker in self._describe(names).values()))
+
+    def _ends_early(self) -> bool:
+        """Returns whether a place has failed, or ended so that the others have to be stopped."""
+        has_failed = any(future.status == "error" and not self._is_lost(name) for name, future in self._futures.items())
+        ended = [future for future in self._futures.values() if future.status == "finished"]
+        return has_failed or self._end.has_come(future.result(timeout=ANSWER_SECONDS) for future in ended)
+
+    def _is_lost(self, name: str) -> bool:
+        """Returns whether a place does not run, and has not ended by itself."""
+        future = self._futures[name]
+        if future.status == "finished":
+            return bool(future.result(timeout=ANSWER_SECONDS).is_lost)
+        if future.status == "error":
+            return isinstance(future.exception(timeout=ANSWER_SECONDS), ReplacedWorkerError)
+        return True
+
+    def _start_again(self, lost: Collection[str], running: Collection[str]) -> None:
+        """Starts lost places beside other Dask workers of their hosts, if there are any: the others train on."""
+        for old in lost:
+            names = names_of_workers(self._client) - set(running)
+            with self._lock:
+                found = self._describe(names) if names else {}
+                rank = list(self._futures).index(old)
+                host = self._addresses[rank].host
+                new = next(
+                    (name for name in sorted(found) if found[name].is_free and found[name].address.host == host), ""
+                )
+                if not new:
+                    continue
+                self._client.cancel([self._futures[old]])
+                self._restarts += 1
+                future = self._submit_place(rank, new, found[new], suffix=f"-{self._restarts}", is_again=True)
+                futures = self._futures.items()
+                self._futures = {new if name == old else name: future if name == old else of for name, of in futures}
+                self._wait_until_taken([new])
+                running = {*running, new}
 
     def _stop(self) -> None:
         """Ends the places that have not ended, and waits for them."""
-        deadline = time.monotonic() + self._call.spec.grace_seconds + _STOP_SECONDS
+        deadline = time.monotonic() + self._call.spec.grace_seconds + STOP_SECONDS
         if running := self._running():
             with contextlib.suppress(TimeoutError):  # one of them is ending
                 run_beside_tasks(self._client, running, stop_places, self._call.run, seconds=_LOOK_SECONDS)

@@ -4,15 +4,18 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.engines.engine_call import (
+    STOP_SECONDS,
     EngineCall,
     LostPlaceError,
     PlaceAddress,
     PlaceResult,
     PlaceTask,
+    RoundEnd,
     run_rounds,
 )
 from tfdist.launch.engines.place import place_address, run_place, stop_places
@@ -21,7 +24,7 @@ from tfdist.utils.argument_checks import is_number
 from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
-_LOOK_SECONDS, _STOP_SECONDS = 0.5, 10.0  # the second one after the grace period
+_LOOK_SECONDS = 0.5
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 # An actor executes `run`, `stop`, `lines` and `address` at the same time.
 _CALLS_AT_ONCE = 4
@@ -37,6 +40,7 @@ def on_ray(
     placement_strategy: str = "PACK",
     parameter_servers: int = 0,
     chief: bool = False,
+    elastic: int | None = None,
     max_restarts: int = 0,
     threads_per_worker: int | None = None,
     seed: int | None = None,
@@ -52,6 +56,7 @@ def on_ray(
     The loss of an actor or its node ends the run; with `max_restarts` Ray restarts the actor, on another node if need
     be, the function is called again, and with `FailureRecovery` the training resumes. An interrupt, or the end of the
     driver, ends the processes with SIGTERM, so that `FailureRecovery` can save, and kills them after `grace_seconds`.
+    With `elastic` the others train on without an actor that is lost, and the end of the driver kills the processes.
 
     >>> from tfdist.launch import on_ray
     >>> weights = on_ray(train, workers=4, resources_per_worker={"CPU": 2, "GPU": 1})  # doctest: +SKIP
@@ -65,6 +70,9 @@ def on_ray(
             one, "SPREAD" on many, "STRICT_SPREAD" each on another.
         parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
         chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
+        elastic: The least number of workers that train: a worker that is lost is started again alone, while the others
+            train on, as by `tfdist run --elastic`. So is an actor, if Ray restarts it on the same host. None: the
+            loss of one is a failure of all.
         max_restarts: How often to restart all workers after a failure, and to call the function again.
         threads_per_worker: Threads of each worker. Defaults to its "CPU".
         seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
@@ -74,7 +82,8 @@ def on_ray(
         start_timeout_seconds: How long to wait for the resources, and then for the processes to start.
 
     Returns:
-        The function's return value in each worker, by rank; with a chief, its one value.
+        The function's return value in each worker, by rank; with a chief, its one value. With `elastic` None for a
+        worker that was lost, and has not joined the others before the end.
 
     Raises:
         TypeError: If `function` is not callable, or something cannot be pickled.
@@ -90,6 +99,7 @@ def on_ray(
         workers=workers,
         parameter_servers=parameter_servers,
         chief=chief,
+        elastic=elastic,
         max_restarts=max_restarts,
         threads_per_worker=threads_per_worker,
         seed=seed,
@@ -118,7 +128,7 @@ class _Actors:
         self._output = OutputOfActors(self._actors)
         try:
             self._wait_for_resources(call)
-            place = actor_class(call.spec.max_restarts)
+            place = actor_class(call.spec.max_restarts, is_elastic=call.spec.elastic is not None)
             for rank in range(call.spec.workers):
                 options = resource_options(self._group, rank, resources)
                 self._actors.append(place.options(**options).remote(rank))
@@ -160,7 +170,12 @@ class _Actors:
         missing: dict[int, str] = {}
         pending = {ref: rank for rank, ref in enumerate(refs)}
         deadline = None if seconds is None else time.monotonic() + seconds
-        is_stopped = False
+        is_stopped, round_end = False, RoundEnd(call)
+        trains_on, limit, began = (
+            not is_start and call.spec.elastic is not None,
+            call.spec.start_timeout_seconds,
+            time.monotonic(),
+        )
         try:
             while pending:
                 ready = self._ray.wait(list(pending), num_returns=1, timeout=_LOOK_SECONDS)[0]
@@ -172,11 +187,13 @@ class _Actors:
                         answers[rank] = self._ray.get(ref)
                     except self._ray.exceptions.RayError as error:
                         missing[rank] = explain_lost_actor(rank, error)
-                ends = bool(missing) or any(getattr(answer, "ends_round", False) for answer in answers.values())
+                if trains_on and pending and self._output.silent_seconds(pending.values(), since=began) >= limit:
+                    deadline, late = time.monotonic(), f"was not started again within {limit:g} s"
+                ends = (bool(missing) and not trains_on) or (not is_start and round_end.has_come(answers.values()))
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
                     self._stop(call, pending.values())
-                    deadline = time.monotonic() + call.spec.grace_seconds + _STOP_SECONDS
+                    deadline = time.monotonic() + call.spec.grace_seconds + STOP_SECONDS
                 if deadline is not None and time.monotonic() >= deadline:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
@@ -184,7 +201,7 @@ class _Actors:
             if not is_start:  # the workers save and leave after an interrupt
                 self._stop(call, pending.values())
                 if pending:
-                    seconds = call.spec.grace_seconds + _STOP_SECONDS
+                    seconds = call.spec.grace_seconds + STOP_SECONDS
                     self._ray.wait(list(pending), num_returns=len(pending), timeout=seconds)
             raise
         if not is_start:
@@ -274,6 +291,7 @@ class OutputOfActors:
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
         self._asked: dict[Any, Any] = {}  # by actor: the answer that is under way
+        self._heard_at: dict[Any, float] = {}  # by actor: when it has answered last
 
     def show_new(self, *, is_last: bool = False) -> None:
         """Prints the lines that have come since the last call. With `is_last` it waits for the rest."""
@@ -290,17 +308,35 @@ class OutputOfActors:
                     with contextlib.suppress(ray.exceptions.RayError):  # the actor is lost
                         for line in ray.get(ref):
                             print(line, flush=True)
+                        self._heard_at[actor] = time.monotonic()
+
+    def silent_seconds(self, ranks: Iterable[int], *, since: float) -> float:
+        """Returns for how long none of these actors has answered: Ray has not started those again that are lost."""
+        return time.monotonic() - max([since, *(self._heard_at.get(self._actors[rank], since) for rank in ranks)])
 
 
-def actor_class(max_restarts: int) -> Any:
-    """Returns the class of the actors, each of which Ray restarts at most `max_restarts` times."""
+def actor_class(max_restarts: int, *, is_elastic: bool) -> Any:
+    """Returns the class of the actors, each of which Ray restarts at most `max_restarts` times.
+
+    With `is_elastic` it does so without a limit, and runs the place again.
+    """
     ray = import_ray()
+    retries = -1 if is_elastic else 0
 
     class Place(_Place):
         address = ray.method(max_task_retries=-1)(_Place.address)  # also of an actor that is being restarted
 
+        @ray.method(max_task_retries=retries)
+        def run(self, task: PlaceTask) -> PlaceResult:
+            return super().run(task)
+
+        @ray.method(max_task_retries=retries)
+        def stop(self, run: str) -> None:
+            super().stop(run)
+
     Place.__name__ = Place.__qualname__ = "TfdistPlace"
-    return ray.remote(max_concurrency=_CALLS_AT_ONCE, max_restarts=max_restarts, max_task_retries=0)(Place)
+    restarts = -1 if is_elastic else max_restarts
+    return ray.remote(max_concurrency=_CALLS_AT_ONCE, max_restarts=restarts, max_task_retries=0)(Place)
 
 
 class _Place:
@@ -309,15 +345,25 @@ class _Place:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._is_again = True  # whether this process replaces a lost one, so that nobody has asked for its address
 
     def __repr__(self) -> str:
         return f"tfdist place {self._rank}"
 
     def address(self) -> PlaceAddress:
+        self._is_again = False
         return place_address(import_ray().util.get_node_ip_address())
 
     def run(self, task: PlaceTask) -> PlaceResult:
-        return run_place(task, show=self._lines.append)
+        host = import_ray().util.get_node_ip_address()
+        if self._is_again and host != task.host:
+            text = (
+                f"place {task.rank} was lost on {task.host} and is now on {host}, but workers keep their addresses: "
+                "the others train on without it"
+            )
+            self._lines.append(f"tfdist: {text}")
+            return PlaceResult(task.rank, LOST_RUN_EXIT_CODE, {}, None, (text,), is_absent=True)
+        return run_place(task, show=self._lines.append, is_killed=True, is_again=self._is_again)
 
     def lines(self) -> list[str]:
         return [self._lines.popleft() for _ in range(len(self._lines))]

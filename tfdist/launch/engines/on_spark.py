@@ -31,6 +31,7 @@ def on_spark(
     workers: int,
     parameter_servers: int = 0,
     chief: bool = False,
+    elastic: int | None = None,
     max_restarts: int = 0,
     threads_per_worker: int | None = None,
     seed: int | None = None,
@@ -57,6 +58,9 @@ def on_spark(
         workers: Number of workers.
         parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
         chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
+        elastic: The least number of workers that train: a worker that is lost is started again alone, while the others
+            train on, as by `tfdist run --elastic`. The loss of an executor ends the stage also then. None: the loss
+            of one is a failure of all.
         max_restarts: How often to restart all workers after a failure, and to call the function again.
         threads_per_worker: Threads of each worker. Defaults to `spark.task.cpus`.
         seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
@@ -66,7 +70,8 @@ def on_spark(
         start_timeout_seconds: How long to wait for free slots, and then for the processes to start.
 
     Returns:
-        The function's return value in each worker, by rank; with a chief, its one value.
+        The function's return value in each worker, by rank; with a chief, its one value. With `elastic` None for a
+        worker that was lost, and has not joined the others before the end.
 
     Raises:
         TypeError: If `function` or `spark` is not one, or something cannot be pickled.
@@ -82,6 +87,7 @@ def on_spark(
         workers=workers,
         parameter_servers=parameter_servers,
         chief=chief,
+        elastic=elastic,
         max_restarts=max_restarts,
         threads_per_worker=threads_per_worker,
         seed=seed,

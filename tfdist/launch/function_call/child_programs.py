@@ -20,14 +20,14 @@ from tfdist.utils import atomic_files
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 
-def program(function: str, *arguments: Any) -> str:
+def program(function: str, *arguments: Any, **options: Any) -> str:
     """Returns the source of a program that calls a function of this module with this process's search path."""
     return "\n".join(
         [
             "import sys",
             f"sys.path[:] = {sys.path!r}",
             f"from tfdist.launch.function_call.child_programs import {function}",
-            f"{function}({', '.join(map(repr, arguments))})",
+            f"{function}(*{arguments!r}, **{options!r})",
         ]
     )
 
@@ -62,8 +62,10 @@ def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> No
     sys.exit(code)
 
 
-def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str) -> None:
+def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str, *, is_killed: bool = False) -> None:
     """Runs `tfdist` likewise, but ends it with SIGTERM when the caller's process dies: the workers can save.
+
+    With `is_killed` it and its workers are killed then: SIGTERM to one launcher would end those of all hosts.
 
     `tfdist` is a child of this process, which forwards signals: when Ray ends one of its processes, it kills the
     children, but not their children. The caller removes `directory`; this process does so if the caller has died.
@@ -82,8 +84,14 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
         sys.exit(code if code >= 0 else 128 - code)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the launcher handles it
+
+    def end_at_once(*_: object) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGKILL)  # the kernel then kills the workers
+
+    signal.signal(signal.SIGUSR2, end_at_once)
     try:
-        die_with_parent(own_pid, signal.SIGTERM)
+        die_with_parent(own_pid, signal.SIGUSR2 if is_killed else signal.SIGTERM)
         from tfdist.launch.cli.main import main
 
         code = main(arguments)

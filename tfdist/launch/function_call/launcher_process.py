@@ -39,6 +39,7 @@ class LauncherProcess:
         printed: The path of a file for what the process itself prints to its standard output; empty: shows it.
         directory: If given, the kernel does not kill the process when this one dies, but sends SIGTERM, so that workers
             can save; it then removes this directory.
+        is_killed: With `directory`: whether it is killed when this process dies, after it has removed the directory.
         environ: Its environment; None: that of this process.
         show: Called with each line of its output, and with whether it was an error stream's. By default prints it.
     """
@@ -49,6 +50,7 @@ class LauncherProcess:
         *,
         printed: str = "",
         directory: str = "",
+        is_killed: bool = False,
         environ: Mapping[str, str] | None = None,
         show: Callable[[str, bool], None] = _print,
     ) -> None:
@@ -56,7 +58,7 @@ class LauncherProcess:
         if environ.get("MPLBACKEND", "").startswith("module://"):
             del environ["MPLBACKEND"]  # a backend that draws into notebook cells
         source = (
-            program("run_orphaned_launcher", os.getpid(), list(arguments), directory)
+            program("run_orphaned_launcher", os.getpid(), list(arguments), directory, is_killed=is_killed)
             if directory
             else program("run_launcher", os.getpid(), list(arguments), printed)
         )
