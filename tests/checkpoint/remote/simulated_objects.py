@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from tfdist.checkpoint.remote.objects import Connection, Objects
+from tfdist.checkpoint.remote.remote_objects import Connection, Objects
 
 
 class Killed(BaseException):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tfdist.checkpoint.errors import SupersededError
-from tfdist.checkpoint.remote.objects import Objects
+from tfdist.checkpoint.remote.remote_objects import Objects
 
 _SEAL = b"sealed by "
 _REMOVED, _REMOVED_WITH_OLDER = b"removed", b"removed with all older ones"

@@ -15,7 +15,7 @@ import xxhash
 
 from tfdist.checkpoint.errors import CorruptCheckpointError
 from tfdist.checkpoint.manifest import FileRecord
-from tfdist.checkpoint.remote.objects import Objects
+from tfdist.checkpoint.remote.remote_objects import Objects
 from tfdist.checkpoint.shard import EncodedShard
 
 BLOCK_BYTES = 8 << 20  # part of the format: a reader computes the number of blocks of a file from its size

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tfdist.checkpoint.checkpoint import Checkpoint, directory_name
 from tfdist.checkpoint.manifest import Manifest
-from tfdist.checkpoint.remote.objects import Objects
 from tfdist.checkpoint.remote.parts import download_part, folder_of
+from tfdist.checkpoint.remote.remote_objects import Objects
 
 
 class RemoteCheckpoint(Checkpoint):

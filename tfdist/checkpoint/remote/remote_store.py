@@ -18,9 +18,9 @@ from tfdist.checkpoint.errors import (
 )
 from tfdist.checkpoint.manifest import FileRecord, Manifest, rank_file
 from tfdist.checkpoint.remote.commit_log import EpochWriter, Position, commits, mark_removed
-from tfdist.checkpoint.remote.objects import Objects, connect
 from tfdist.checkpoint.remote.parts import BLOCK_BYTES, block_keys, folder_of, remove_folder, upload_part
 from tfdist.checkpoint.remote.remote_checkpoint import RemoteCheckpoint
+from tfdist.checkpoint.remote.remote_objects import Objects, connect
 from tfdist.checkpoint.remote.run_ownership import BEAT_SECONDS, RunOwnership
 from tfdist.checkpoint.shard import Json, Shard, dump_metadata
 from tfdist.checkpoint.sharded_save import (

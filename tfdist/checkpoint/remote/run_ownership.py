@@ -13,7 +13,7 @@ from typing import Any
 from tfdist.checkpoint.directory_lock import LOCK_TIMEOUT_SECONDS
 from tfdist.checkpoint.errors import CheckpointError, RemoteStoreError, SupersededError
 from tfdist.checkpoint.remote.commit_log import EpochWriter, create_epoch, epoch_key, newest_epoch
-from tfdist.checkpoint.remote.objects import Objects
+from tfdist.checkpoint.remote.remote_objects import Objects
 
 BEAT_SECONDS = 10.0
 _LEASE_BEATS = 3  # an owner that has not shown itself for so many beats is taken for dead

@@ -104,12 +104,13 @@ class Objects:
         connection: Connection,
         root: str,
         *,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.connection, self.root, self.sleep, self.clock = connection, root, sleep, clock
-        self._patience_seconds, self._trouble = patience_seconds, _Trouble()
+        self._patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+        self._trouble = _Trouble()
 
     def for_operation(self, patience_seconds: float | None = None) -> "Objects":
         """Returns the same objects with new patience."""
