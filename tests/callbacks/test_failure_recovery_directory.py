@@ -94,7 +94,7 @@ def test_two_trainings_at_once(tmp_path, monkeypatch):
 def test_only_the_chief_locks_it(tmp_path, monkeypatch):
     """This process is another worker, and the chief has found no checkpoint."""
     monkeypatch.setattr(failure_recovery, "rank_and_num_workers", lambda strategy: (1, 1))
-    monkeypatch.setattr(FailureRecovery, "_save", lambda self: None)
+    monkeypatch.setattr(FailureRecovery, "_save", lambda self, **_: None)
     monkeypatch.setattr(
         "tfdist.recovery.worker_coordination.WorkerCoordination.broadcast", lambda *_: (None, "attempt")
     )

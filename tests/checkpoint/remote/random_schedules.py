@@ -1,4 +1,4 @@
-"""Random schedules of trainings on a simulated store: requests fail, workers are killed, and old ones wake up."""
+"""Random schedules of trainings on a faulty store: requests fail, workers are killed, and old ones wake up."""
 
 import collections
 import random
@@ -13,74 +13,115 @@ from tfdist.checkpoint.remote.remote_store import RemoteStore
 _TRIES = 1000
 
 
-def shards(seed: int, step: int) -> dict[str, Shard]:
-    """What a training has after a step."""
-    content = np.random.default_rng([seed, step]).integers(0, 255, 40, np.uint8)
-    return {"shared_shard": Shard({"weights": content}, {"step": step}), "rank_shard": Shard({"own": content[:3]})}
+class SimulatedLife:
+    """A worker's view of a simulated store."""
+
+    def __init__(self, world, chance):
+        self._file_system = FaultyFileSystem(world, chance.choice((0.02, 0.1, 0.2)))
+        self.objects = objects_of(self._file_system, patience_seconds=chance.choice((1.0, 4.0)))
+
+    def kill_after(self, requests):
+        """Kills it in the middle of a request; None: never."""
+        self._file_system.requests_left = requests
+
+    def is_killed(self):
+        """`Killed` is raised."""
+        return False
 
 
-def run(seed: int, *, honours: bool = True) -> collections.Counter[str]:
+class SimulatedLives:
+    """A store in which time passes with requests."""
+
+    def __init__(self, seed, *, honours=True):
+        self._world = World(seed, honours=honours)
+
+    def begin(self, life, chance):
+        """Returns a new worker's view."""
+        del life
+        return SimulatedLife(self._world, chance)
+
+    @property
+    def faults(self):
+        """How many requests have failed."""
+        return self._world.faults
+
+
+def run(seed, lives, *, numbers_of_requests=400):
     """Trains in several lives, and counts what happened. "lost" and "wrong" must not."""
-    chance, world, counts = random.Random(seed), World(seed, honours=honours), collections.Counter[str]()
+    chance, counts = random.Random(seed), collections.Counter()
     announced, sleeper = 0, None
 
-    def until_answered(call):
+    def asked(life, call):
+        try:
+            return call()
+        except RemoteStoreError:
+            if life.is_killed():
+                raise Killed from None
+            counts["given up"] += 1
+            raise
+
+    def until_answered(life, call):
         for _ in range(_TRIES):
             try:
-                return call()
+                return asked(life, call)
             except RemoteStoreError:
-                counts["given up"] += 1
+                pass
         raise AssertionError("the store never answers")
 
-    def save(store, attempt, step):
-        return store.save(step, attempt, rank=0, num_ranks=1, metadata={"step": step}, **shards(seed, step))
-
-    for life in range(chance.randint(2, 5)):
-        file_system = FaultyFileSystem(world, chance.choice((0.02, 0.1, 0.2)))
-        objects = objects_of(file_system, patience_seconds=chance.choice((1.0, 4.0)))
-        store = RemoteStore("simulated://bucket/run", keep=chance.randint(1, 3), objects=objects, beat_seconds=0)
-        store.lock()._objects.connection.is_probed = True
-        if chance.random() < 0.85:
-            file_system.requests_left = chance.randint(1, 400)
+    for number in range(chance.randint(2, 5)):
+        life = lives.begin(number, chance)
+        store = RemoteStore("of://the/test", keep=chance.randint(1, 3), objects=life.objects, beat_seconds=0)
+        life.objects.connection.is_probed = True  # with faults the answer of one probe is not certain
+        life.kill_after(chance.randint(1, numbers_of_requests) if chance.random() < 0.85 else None)
         try:
-            until_answered(store.lock().acquire)
-            if sleeper is not None and chance.random() < 0.6:  # one that was taken for dead
+            until_answered(life, store.lock().acquire)
+            if sleeper is not None and chance.random() < 0.6:  # it was taken for dead
                 try:
-                    save(sleeper, f"life-{life - 1}", 10**8 * life)
+                    _save(sleeper, seed, f"life-{number - 1}", 10**8 * number)
                     counts["wrong: saved after its end"] += 1
                 except SupersededError:
                     counts["noticed"] += 1
                 except RemoteStoreError:
                     counts["given up"] += 1
                 sleeper = None
-            checkpoint, skipped = until_answered(store.newest)
+            checkpoint, skipped = until_answered(life, store.newest)
             counts["restored"] += 1
             counts["skipped"] += len(skipped)
             step = checkpoint.sequence if checkpoint is not None else 0
             counts["lost"] += step < announced
-            if checkpoint is not None:
-                found = checkpoint.read_shared()
-                right = shards(seed, step)["shared_shard"]
-                same = found.tensors["weights"].tobytes() == right.tensors["weights"].tobytes()
-                counts["wrong"] += not (same and found.metadata == {"step": step})
-                counts["found that was unknown"] += step > announced
+            counts["found that was unknown"] += step > announced
+            counts["wrong"] += checkpoint is not None and not _is_right(checkpoint, seed, step)
             announced = step
-            until_answered(store.remove_unfinished)
+            store.remove_unfinished()
             for _ in range(chance.randint(2, 9)):
                 step += 1
                 try:
-                    save(store, f"life-{life}", step)
+                    asked(life, lambda step=step: _save(store, seed, f"life-{number}", step))  # noqa: B023
                     announced = step
                     counts["announced"] += 1
                 except RemoteStoreError:
-                    counts["given up"] += 1
+                    pass
             sleeper = store
-            file_system.requests_left = None
+            life.kill_after(None)
         except Killed:
             counts["killed"] += 1
             sleeper = None
         except CheckpointError as error:
             counts[f"wrong: {error}"] += 1
             break
-    counts["faults"] = world.faults
     return counts
+
+
+def _shards(seed, step):
+    content = np.random.default_rng([seed, step]).integers(0, 255, 40, np.uint8)
+    return {"shared_shard": Shard({"weights": content}, {"step": step}), "rank_shard": Shard({"own": content[:3]})}
+
+
+def _save(store, seed, attempt, step):
+    return store.save(step, attempt, rank=0, num_ranks=1, metadata={"step": step}, **_shards(seed, step))
+
+
+def _is_right(checkpoint, seed, step):
+    found, right = checkpoint.read_shared(), _shards(seed, step)["shared_shard"]
+    same = found.tensors["weights"].tobytes() == right.tensors["weights"].tobytes()
+    return same and found.metadata == {"step": step}

@@ -26,13 +26,14 @@ def folder_of(sequence: int, attempt: str) -> str:
     return f"parts/{sequence:010d}-{attempt}"
 
 
-def block_keys(folder: str, name: str, size_bytes: int) -> list[str]:
-    """Returns the keys of the blocks of a file.
+def block_sizes(folder: str, name: str, size_bytes: int) -> dict[str, int]:
+    """Returns the keys of the blocks of a file, in its order, and their sizes.
 
-    >>> block_keys("parts/0000000007-a", "shared.safetensors", BLOCK_BYTES + 1)[1]
-    'parts/0000000007-a/shared.safetensors.00001'
+    >>> block_sizes("parts/0000000007-a", "shared.safetensors", BLOCK_BYTES + 5)
+    {'parts/0000000007-a/shared.safetensors.00000': 8388608, 'parts/0000000007-a/shared.safetensors.00001': 5}
     """
-    return [f"{folder}/{name}.{index:05d}" for index in range(-(-size_bytes // BLOCK_BYTES))]
+    begins = range(0, size_bytes, BLOCK_BYTES)
+    return {f"{folder}/{name}.{index:05d}": min(BLOCK_BYTES, size_bytes - begin) for index, begin in enumerate(begins)}
 
 
 def upload_part(objects: Objects, folder: str, name: str, encoded: EncodedShard) -> FileRecord:
@@ -44,7 +45,7 @@ def upload_part(objects: Objects, folder: str, name: str, encoded: EncodedShard)
     checksum = xxhash.xxh3_128()
 
     def jobs() -> Iterator[Callable[[], None]]:
-        keys = block_keys(folder, name, encoded.size_bytes)
+        keys = block_sizes(folder, name, encoded.size_bytes)
         header = np.frombuffer(encoded.header, np.uint8)
         for key, block in zip(keys, _blocks((header, *encoded.tensors)), strict=True):
             checksum.update(block)
@@ -72,7 +73,7 @@ def download_part(objects: Objects, folder: str, name: str, record: FileRecord, 
                 file.seek(begin)
                 file.write(block)
 
-        keys = block_keys(folder, name, record.size_bytes)
+        keys = block_sizes(folder, name, record.size_bytes)
         in_two_threads(
             (lambda key=key, begin=index * BLOCK_BYTES: fetch(key, begin))  # type: ignore[misc]
             for index, key in enumerate(keys)

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from tfdist.checkpoint.checkpoint import Checkpoint, CheckpointInfo, directory_name
@@ -18,7 +18,7 @@ from tfdist.checkpoint.errors import (
 )
 from tfdist.checkpoint.manifest import FileRecord, Manifest, rank_file
 from tfdist.checkpoint.remote.commit_log import EpochWriter, Position, commits, mark_removed
-from tfdist.checkpoint.remote.parts import BLOCK_BYTES, block_keys, folder_of, remove_folder, upload_part
+from tfdist.checkpoint.remote.parts import block_sizes, folder_of, remove_folder, upload_part
 from tfdist.checkpoint.remote.remote_checkpoint import RemoteCheckpoint
 from tfdist.checkpoint.remote.remote_objects import Objects, connect
 from tfdist.checkpoint.remote.run_ownership import BEAT_SECONDS, RunOwnership
@@ -89,7 +89,7 @@ class RemoteStore:
         self._verified: tuple[Position, RemoteCheckpoint] | None = None  # not copied a second time when it is opened
         self._saved_in: EpochWriter | None = None
         self._present: dict[Position, str] = {}  # with the folders, when `_saved_in` has saved
-        self._begun: set[str] = set()
+        self._begun: set[tuple[str, int]] = set()  # folders and ranks
         self._orphans: list[str] = []  # folders of saves that will not be committed
 
     def lock(self) -> RunOwnership:
@@ -129,14 +129,14 @@ class RemoteStore:
         if worker_files is not None:
             raise no_worker_files(self.location)
         objects, folder = self._objects.for_operation(), folder_of(sequence, attempt)
-        if folder in self._begun:  # its parts may be those of a commit
+        if (folder, rank) in self._begun:  # its parts may be those of a commit
             raise second_save(sequence, attempt, rank)
         is_chief = rank == saving.chief
         try:
             parts = encode_parts(rank, rank_shard, shared_shard)
             metadata = json.loads(dump_metadata(metadata))  # as it will be read
             writer = self._begin(objects, sequence) if is_chief else None
-            self._begun.add(folder)
+            self._begun.add((folder, rank))
             records = {name: upload_part(objects, folder, name, part) for name, part in parts.items()}
             if writer is None:
                 objects.put(f"{folder}/{receipt_name(rank)}", receipt_of(records[rank_file(rank)]))
@@ -321,7 +321,7 @@ class RemoteStore:
     def _report(self, error: BaseException, folder: str, rank: int, *, is_chief: bool) -> None:
         """Frees the space after a failure, later, and reports the failure of another rank to the chief."""
         if is_chief:
-            if folder in self._begun:
+            if (folder, rank) in self._begun:
                 self._orphans.append(folder)
             return
         with contextlib.suppress(RemoteStoreError):
@@ -419,19 +419,12 @@ def _size_below(folder: str, sizes: dict[str, int]) -> int:
 
 
 def _check_sizes(objects: Objects, folder: str, name: str, record: FileRecord, sizes: dict[str, int]) -> None:
-    for key, expected in _sizes_of_blocks(folder, name, record):
+    for key, expected in block_sizes(folder, name, record.size_bytes).items():
         if sizes.get(key) != expected and len(objects.get(key) or b"") != expected:  # a list may be old
             raise CorruptCheckpointError(f"{name} is not what was written: {key} is missing or has another size")
 
 
-def _sizes_of_blocks(folder: str, name: str, record: FileRecord) -> Iterator[tuple[str, int]]:
-    left = record.size_bytes
-    for key in block_keys(folder, name, record.size_bytes):
-        yield key, min(left, BLOCK_BYTES)
-        left -= BLOCK_BYTES
-
-
 def _remove_files(objects: Objects, manifest: Manifest) -> None:
     folder = folder_of(manifest.sequence, manifest.attempt)
-    keys = [key for name, record in manifest.files.items() for key in block_keys(folder, name, record.size_bytes)]
+    keys = [key for name, record in manifest.files.items() for key in block_sizes(folder, name, record.size_bytes)]
     remove_folder(objects, folder, keys)
