@@ -259,6 +259,6 @@ def _on_a_file_system(directory: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(directory):
         raise ValueError(
             f"Invalid `directory`: a URL. Received: directory={os.fspath(directory)!r}. Expected: a path on a file "
-            "system that all workers share, such as NFS, or an object store mounted as one."
+            "system that all workers share. `open_store` opens an address, as FailureRecovery does."
         )
     return Path(directory)

@@ -35,7 +35,7 @@ class SupersededError(CheckpointError):
 
 
 def no_worker_files(location: str) -> ValueError:
-    """Returns the error of a training whose workers write files of their own into a checkpoint."""
+    """Returns the error of a training whose workers write their own files into a checkpoint."""
     return ValueError(
         f"Checkpoints of a model on the devices of workers need a directory. Received: {location!r}. Expected: a path "
         "on a file system that all workers share, as TensorFlow writes a part on each of them. Mount the object store, "

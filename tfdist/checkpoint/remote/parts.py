@@ -1,6 +1,6 @@
 """The files of a checkpoint on an object store, as objects of some MiB: none needs to be in memory as a whole.
 
-Multipart uploads would leave parts behind that no list shows, and a lost reply at their end cannot be told from a
+Multipart uploads would leave parts behind that no list shows, and a lost reply at their end cannot be distinguished from a
 failure.
 """
 
@@ -18,7 +18,7 @@ from tfdist.checkpoint.manifest import FileRecord
 from tfdist.checkpoint.remote.remote_objects import Objects
 from tfdist.checkpoint.shard import EncodedShard
 
-BLOCK_BYTES = 8 << 20  # part of the format: a reader computes the number of blocks of a file from its size
+BLOCK_BYTES = 5 << 20  # part of the format: a reader computes the number of blocks of a file from its size
 
 
 def folder_of(sequence: int, attempt: str) -> str:
@@ -30,7 +30,7 @@ def block_sizes(folder: str, name: str, size_bytes: int) -> dict[str, int]:
     """Returns the keys of the blocks of a file, in its order, and their sizes.
 
     >>> block_sizes("parts/0000000007-a", "shared.safetensors", BLOCK_BYTES + 5)
-    {'parts/0000000007-a/shared.safetensors.00000': 8388608, 'parts/0000000007-a/shared.safetensors.00001': 5}
+    {'parts/0000000007-a/shared.safetensors.00000': 5242880, 'parts/0000000007-a/shared.safetensors.00001': 5}
     """
     begins = range(0, size_bytes, BLOCK_BYTES)
     return {f"{folder}/{name}.{index:05d}": min(BLOCK_BYTES, size_bytes - begin) for index, begin in enumerate(begins)}
@@ -47,9 +47,12 @@ def upload_part(objects: Objects, folder: str, name: str, encoded: EncodedShard)
     def jobs() -> Iterator[Callable[[], None]]:
         keys = block_sizes(folder, name, encoded.size_bytes)
         header = np.frombuffer(encoded.header, np.uint8)
-        for key, block in zip(keys, _blocks((header, *encoded.tensors)), strict=True):
+        blocks = _blocks((header, *encoded.tensors))
+        for key in keys:
+            block = next(blocks)
             checksum.update(block)
             yield lambda key=key, block=block: objects.put(key, block)  # type: ignore[misc]
+            del block  # before the next one is made
 
     in_two_threads(jobs())
     return FileRecord(encoded.size_bytes, checksum.hexdigest())
@@ -68,7 +71,7 @@ def download_part(objects: Objects, folder: str, name: str, record: FileRecord, 
         def fetch(key: str, begin: int) -> None:
             block = objects.get(key)
             if block is None:
-                raise CorruptCheckpointError(f"{name} is missing: there is no {key}")
+                raise CorruptCheckpointError(f"{key} is missing")
             with guard:
                 file.seek(begin)
                 file.write(block)
@@ -109,6 +112,7 @@ def in_two_threads(jobs: Iterable[Callable[[], None]]) -> None:
                 if job is None:
                     return
                 job()
+                del job  # and with it the block, before the next one is made
         except BaseException as error:
             errors.append(error)
 

@@ -57,7 +57,7 @@ def connect(url: str) -> tuple[Connection, str]:
     fsspec = import_library("fsspec", "reads and writes checkpoints on object stores", "remote")
     protocol = url.partition("://")[0]
     try:
-        kind = fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         raise ImportError(
             f"The library for {protocol}:// is not installed. Received: {url!r}; {error}. Expected: the extra "
@@ -82,7 +82,7 @@ def connect(url: str) -> tuple[Connection, str]:
             file_system.retries = 1
         return file_system
 
-    path = kind._strip_protocol(url).rstrip("/")
+    path = fsspec.core.strip_protocol(url).rstrip("/")
     return Connection(new, is_conditional=protocol in _CONDITIONAL_PROTOCOLS), path
 
 
@@ -158,7 +158,10 @@ class Objects:
             return None
         there = self.get(key)
         if there is None:
-            raise RemoteStoreError(f"{self._named(key)} exists for its creation, and does not for its reader.")
+            raise RemoteStoreError(
+                f"An object is refused because it exists, and cannot be read. Received: {self._path(key)!r}. Expected: "
+                "that nothing else removes objects there."
+            )
         return None if there == content else there
 
     def remove(self, key: str) -> None:
@@ -220,7 +223,7 @@ class Objects:
         while True:
             started = self.clock()
             try:
-                return request(f"{self.root}/{key}", self.connection.file_system)
+                return request(self._path(key), self.connection.file_system)
             except (FileNotFoundError, FileExistsError, *_MISTAKES):
                 raise
             except Exception as error:
@@ -231,25 +234,25 @@ class Objects:
                 is_hopeless = is_exiting and isinstance(error, RuntimeError)
                 if is_hopeless or self._trouble.seconds + pause > patience:
                     raise RemoteStoreError(
-                        f"{self._named(key)} could not be {action}. Received: {type(error).__name__}: {error}, and "
+                        f"The object {self._path(key)!r} could not be {action}. Received: {type(error).__name__}: {error}, and "
                         f"failures for {self._trouble.seconds:.0f} s. Expected: a store that answers, and permission "
                         "to read, write, list and delete below this address. Check the address, the credentials and "
                         "the network."
                     ) from error
-                _log.debug("%s could not be %s, which is tried again: %s", self._named(key), action, error)
+                _log.debug("%s could not be %s, which is tried again: %s", self._path(key), action, error)
             self.sleep(pause * _jitter.uniform(0.5, 1.0))
             self._trouble.seconds += pause
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
-    def _named(self, key: str) -> str:
-        return f"The object {f'{self.root}/{key}'!r}"
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}"
 
 
 def _write(file_system: Any, path: str, content: bytes, **mode: str) -> None:
     try:
         file_system.pipe_file(path, content, **mode)
     except FileNotFoundError as error:  # of the bucket, not of the object
-        raise OSError(f"{error}, which could not be written to") from error
+        raise OSError(str(error)) from error
     except OSError as error:
         # A refused condition without its name in the reply is an "invalid argument" for s3fs.
         if mode and error.errno == errno.EINVAL:

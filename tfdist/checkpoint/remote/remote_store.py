@@ -420,8 +420,13 @@ def _size_below(folder: str, sizes: dict[str, int]) -> int:
 
 def _check_sizes(objects: Objects, folder: str, name: str, record: FileRecord, sizes: dict[str, int]) -> None:
     for key, expected in block_sizes(folder, name, record.size_bytes).items():
-        if sizes.get(key) != expected and len(objects.get(key) or b"") != expected:  # a list may be old
-            raise CorruptCheckpointError(f"{name} is not what was written: {key} is missing or has another size")
+        if sizes.get(key) == expected:
+            continue
+        content = objects.get(key)  # a list may be old
+        if content is None:
+            raise CorruptCheckpointError(f"{key} is missing")
+        if len(content) != expected:
+            raise CorruptCheckpointError(f"{key} has {len(content)} bytes, not the {expected} that were written")
 
 
 def _remove_files(objects: Objects, manifest: Manifest) -> None:
