@@ -162,5 +162,10 @@ def test_the_last_owner_in_a_process_saves(make_store, save, assert_complete):
     lock.take_over()
     assert lock.is_held
     assert_complete(save(second, 1), 1)
+    following = second.lock()
+    following.acquire()
     lock.release()
-    assert not lock.is_held
+    assert following.is_held and not lock.is_held, "an earlier `fit` ends later"
+    assert_complete(save(second, 2), 2)
+    following.release()
+    assert not following.is_held

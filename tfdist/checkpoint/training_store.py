@@ -102,9 +102,8 @@ def open_store(location: str | os.PathLike[str], *, keep: int = 3, peer_timeout_
         ValueError: If an argument is invalid.
     """
     text = os.fspath(location)
-    if "://" not in text or text.startswith("file://"):
-        path = text.removeprefix("file://") if isinstance(location, str) else location
-        return CheckpointStore(path, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
+    if "://" not in text:
+        return CheckpointStore(location, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
     from tfdist.checkpoint.remote.remote_store import RemoteStore  # few trainings need it
 
     return RemoteStore(text, keep=keep, peer_timeout_seconds=peer_timeout_seconds)

@@ -1,7 +1,7 @@
 """The files of a checkpoint on an object store, as objects of some MiB: none needs to be in memory as a whole.
 
-Multipart uploads would leave parts behind that no list shows, and a lost reply at their end cannot be distinguished from a
-failure.
+Multipart uploads would leave parts behind that no list shows, and a lost reply at their end cannot be distinguished
+from a failure.
 """
 
 import threading

@@ -234,10 +234,10 @@ class Objects:
                 is_hopeless = is_exiting and isinstance(error, RuntimeError)
                 if is_hopeless or self._trouble.seconds + pause > patience:
                     raise RemoteStoreError(
-                        f"The object {self._path(key)!r} could not be {action}. Received: {type(error).__name__}: {error}, and "
-                        f"failures for {self._trouble.seconds:.0f} s. Expected: a store that answers, and permission "
-                        "to read, write, list and delete below this address. Check the address, the credentials and "
-                        "the network."
+                        f"The object {self._path(key)!r} could not be {action}. Received: {type(error).__name__}: "
+                        f"{error}, and failures for {self._trouble.seconds:.0f} s. Expected: a store that answers, and "
+                        "permission to read, write, list and delete below this address. Check the address, the "
+                        "credentials and the network."
                     ) from error
                 _log.debug("%s could not be %s, which is tried again: %s", self._path(key), action, error)
             self.sleep(pause * _jitter.uniform(0.5, 1.0))

@@ -84,6 +84,7 @@ class RemoteStore:
         self.location, self.peer_timeout_seconds = url, peer_timeout_seconds
         self._keep = keep
         self._objects = Objects(*connect(url)) if objects is None else objects
+        self._beat_seconds = beat_seconds
         self._ownership = RunOwnership(self._objects, beat_seconds=beat_seconds)
         self._known_complete: set[Position] = set()
         self._verified: tuple[Position, RemoteCheckpoint] | None = None  # not copied a second time when it is opened
@@ -93,7 +94,9 @@ class RemoteStore:
         self._orphans: list[str] = []  # folders of saves that will not be committed
 
     def lock(self) -> RunOwnership:
-        """Returns what gives a process the right to save."""
+        """Returns what gives a process the right to save, a new one that later saves use."""
+        # The `fit` of an earlier one may end, and release it, when the next has begun.
+        self._ownership = RunOwnership(self._objects, beat_seconds=self._beat_seconds)
         return self._ownership
 
     def refresh(self) -> None:
