@@ -14,7 +14,7 @@ from typing import Any
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
-from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, DirectoryLock
+from tfdist.checkpoint import Checkpoint, RemoteStoreError, open_store
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
@@ -30,6 +30,7 @@ from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     is_terminated_by_nan,
     warn_lost_callback_state,
+    warn_not_saved,
     warn_other_seed,
     warn_signals_not_handled,
     warn_terminated_by_nan,
@@ -52,8 +53,10 @@ class FailureRecovery(LastCallback):
 
     Checkpoints are copied and written in the background: a step waits only if the previous checkpoint is still being
     written, and, where variables are on a GPU or TPU, for their copy to host memory. `fit` raises the error of a write
-    at the next save or at its end. With several workers `directory` must be on a file system that they share; each
-    worker writes its part. Under `ParameterServerStrategy` the chief writes everything, after all earlier steps.
+    at the next save or at its end. With several workers `directory` must be on a file system that they share, or an
+    address on an object store; each worker writes its part. An object store that does not answer is a warning, and
+    training continues; only the last save of `fit` must succeed (`docs/object_stores.md`). Under
+    `ParameterServerStrategy` the chief writes everything, after all earlier steps.
 
     SIGTERM and SIGUSR1 (which Slurm sends) on any worker make all workers save after their next common step and exit
     with code 75; a second signal ends the process at once. During validation they take effect after the next training
@@ -108,7 +111,8 @@ class FailureRecovery(LastCallback):
         """Configures where and how often to save.
 
         Args:
-            directory: A directory for this training only. It is created if missing.
+            directory: A directory for this training only. It is created if missing. Or an address on an object store
+                (`s3://bucket/run`, `gs://bucket/run`, `az://container/run`), with the extra `tfdist[remote]`.
             every_steps: Save after this number of training steps; with gradient accumulation, of micro-steps.
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many epochs. Defaults to 1 if no interval is given.
@@ -121,13 +125,14 @@ class FailureRecovery(LastCallback):
             handle_signals: Whether to handle SIGTERM and SIGUSR1 as described above.
 
         Raises:
+            ImportError: If the library for an address is not installed.
             ValueError: If an argument is invalid.
         """
         super().__init__()
         if every_steps is None and every_seconds is None and every_epochs is None:
             every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
-        self._store = CheckpointStore(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
+        self._store = open_store(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
         self._report_saved: Callable[[int, int], None] | None = None
@@ -235,11 +240,11 @@ class FailureRecovery(LastCallback):
         if self._is_terminated_by_nan and self.model.stop_training:  # another callback may have unset stop_training
             self._writer.wait()
             if self._coordination.is_chief:
-                warn_terminated_by_nan(self._progress.step, self._store.directory)
+                warn_terminated_by_nan(self._progress.step, self._store.location)
         elif not self._was_complete:
             stopped = bool(self.model.stop_training)
             self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
-            self._save()
+            self._save(must_succeed=True)
             self._writer.wait()
         if self._preemption is not None:
             self._preemption.close()
@@ -327,9 +332,12 @@ class FailureRecovery(LastCallback):
     def _is_preempted(self, step: int) -> bool:
         return self._preemption is not None and self._preemption.is_due(step)
 
-    def _lock_directory(self, *timeout_seconds: float) -> None:
-        writer, lock = self._writer, DirectoryLock(self._store.directory)  # not `self`: an earlier `fit` may end later
-        lock.acquire(*timeout_seconds)
+    def _lock_store(self, *, take_over: bool = False) -> None:
+        writer, lock = self._writer, self._store.lock()  # not `self`: an earlier `fit` may end later
+        if take_over:
+            lock.take_over()
+        else:
+            lock.acquire()
         self._is_locked = True
 
         def release() -> None:
@@ -340,8 +348,8 @@ class FailureRecovery(LastCallback):
 
     def _choose(self) -> tuple[int | None, str]:
         """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
-        self._lock_directory()
-        self._state.check_workers_see(self._store.directory)
+        self._lock_store()
+        self._state.check_workers_see(self._store)
         checkpoint = choose_checkpoint(self._store)
         return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
 
@@ -354,7 +362,7 @@ class FailureRecovery(LastCallback):
         if self._was_complete:
             start_at_epoch(self.model, epochs)
             if self._coordination.is_chief:
-                warn_training_complete(progress, epochs, self._store.directory)
+                warn_training_complete(progress, epochs, self._store.location)
         else:
             progress = replace(progress, stopped=False, requested_epochs=None)
             # A worker of which nothing is saved resumes at the position of the first one.
@@ -374,8 +382,11 @@ class FailureRecovery(LastCallback):
             warn_other_seed(checkpoint.metadata.get("drawn"), self._drawn)
         self._learning_rates.compare_with_restored(checkpoint.metadata.get("learning_rates"), self.others, warn=warns)
 
-    def _save(self, *, is_last: bool = False) -> None:
-        """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this."""
+    def _save(self, *, is_last: bool = False, must_succeed: bool = False) -> None:
+        """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this.
+
+        An object store that does not answer is an error if this save `must_succeed`, else a warning: the next may.
+        """
         for callback in self.others:
             if isinstance(callback, WeightComparison):
                 callback.compare()  # the weights of one worker are saved
@@ -402,22 +413,28 @@ class FailureRecovery(LastCallback):
         snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=is_chief)
         self._next_sequence, self._saved_progress = sequence + 1, progress
         if is_chief and not self._is_locked:
-            with contextlib.suppress(CheckpointError):  # an earlier chief may be frozen, and hold it until it ends
-                self._lock_directory(0)
+            with contextlib.suppress(RemoteStoreError):  # the save takes it, or fails likewise
+                self._lock_store(take_over=True)
 
         def write() -> None:
             snapshot.finish()
-            saved = store.save(
-                sequence,
-                attempt,
-                rank=rank,
-                num_ranks=num_workers,
-                rank_shard=snapshot.rank,
-                shared_shard=snapshot.shared,
-                metadata=metadata,
-                worker_files=snapshot.worker_files,
-                saving=saving,
-            )
+            try:
+                saved = store.save(
+                    sequence,
+                    attempt,
+                    rank=rank,
+                    num_ranks=num_workers,
+                    rank_shard=snapshot.rank,
+                    shared_shard=snapshot.shared,
+                    metadata=metadata,
+                    worker_files=snapshot.worker_files,
+                    saving=saving,
+                )
+            except RemoteStoreError as error:
+                if must_succeed:
+                    raise
+                warn_not_saved(progress.step, error)
+                return
             if saved is None:  # not the chief, or given up
                 return
             committed[:] = [progress]

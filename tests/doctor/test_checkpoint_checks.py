@@ -20,14 +20,12 @@ def test_a_good_directory(tmp_path):
     assert check_checkpoints(context()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "found"), [("gs://bucket/a", "is a URL"), ("file/below", "file is a file"), ("file", "file is a file")]
-)
-def test_no_directory(tmp_path, monkeypatch, name, found):
+@pytest.mark.parametrize("name", ["file/below", "file"])
+def test_no_directory(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     finding = one(check_checkpoints(context(checkpoints=Path(name))))
-    assert finding.level == "error" and found in finding.found
+    assert finding.level == "error" and "file is a file" in finding.found
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.rename", "tempfile.mkdtemp"])

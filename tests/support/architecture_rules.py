@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch/processes": frozenset("cluster launch/restart launch/run_spec utils".split()),
     "launch/restart": frozenset("cluster launch/run_spec utils".split()),
     "launch/run_spec": frozenset({"cluster", "utils"}),
-    "doctor": frozenset({"cluster", "planning", "transport", "utils", "versions"}),
+    "doctor": frozenset({"checkpoint", "cluster", "planning", "transport", "utils", "versions"}),
     "planning": frozenset({"utils"}),
     "probe": frozenset(
         "collectives compression exchange internals pipeline planning strategies training utils".split()

@@ -39,9 +39,10 @@ from tfdist.checkpoint.background_writer import BackgroundWriter
 from tfdist.checkpoint.checkpoint import Checkpoint, CheckpointInfo
 from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.directory_lock import DirectoryLock
-from tfdist.checkpoint.errors import CheckpointError, OtherFormatError
+from tfdist.checkpoint.errors import CheckpointError, OtherFormatError, RemoteStoreError
 from tfdist.checkpoint.shard import Shard
 from tfdist.checkpoint.sharded_save import SavingRanks, WorkerFiles
+from tfdist.checkpoint.training_store import TrainingStore, open_store
 
 __all__ = [
     "BackgroundWriter",
@@ -51,7 +52,10 @@ __all__ = [
     "CheckpointStore",
     "DirectoryLock",
     "OtherFormatError",
+    "RemoteStoreError",
     "SavingRanks",
     "Shard",
+    "TrainingStore",
     "WorkerFiles",
+    "open_store",
 ]

@@ -14,6 +14,7 @@ from tfdist.checkpoint.checkpoint import (
     list_checkpoints,
     list_unfinished,
 )
+from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import CorruptCheckpointError, explained
 from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, ShardedSave, WorkerFiles
@@ -35,6 +36,7 @@ class CheckpointStore:
 
     Attributes:
         directory: As given.
+        location: The same, for messages.
         peer_timeout_seconds: As given.
 
     Raises:
@@ -45,9 +47,21 @@ class CheckpointStore:
         check_whole_number("keep", keep, at_least=1)
         check_seconds("peer_timeout_seconds", peer_timeout_seconds)
         self.directory = _on_a_file_system(directory)
+        self.location = str(self.directory)
         self._keep = keep
         self.peer_timeout_seconds = peer_timeout_seconds
         self._known_complete: set[int] = set()
+
+    def lock(self) -> DirectoryLock:
+        """Returns a lock on the directory."""
+        return DirectoryLock(self.directory)
+
+    def refresh(self) -> None:
+        """Lists the directory, so that a network file system asks its server for the present content."""
+        try:
+            os.listdir(self.directory)
+        except OSError as error:
+            _log.debug("%s cannot be listed: %s", self.directory, error)
 
     def save(
         self,
@@ -245,6 +259,6 @@ def _on_a_file_system(directory: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(directory):
         raise ValueError(
             f"Invalid `directory`: a URL. Received: directory={os.fspath(directory)!r}. Expected: a path on a file "
-            "system that all workers share, such as NFS, or an object store mounted as one."
+            "system that all workers share. `open_store` opens an address, as FailureRecovery does."
         )
     return Path(directory)

@@ -89,6 +89,11 @@ class DirectoryLock:
                 _log.warning("Waiting for another process that trains in %s: %s", self._directory, self._holder())
             time.sleep(_PAUSE_SECONDS)
 
+    def take_over(self) -> None:
+        """Locks the directory for a worker on which the others have agreed, unless another process holds the lock."""
+        with contextlib.suppress(CheckpointError):  # an earlier chief may be frozen, and hold it until it ends
+            self.acquire(0)
+
     def release(self) -> None:
         """Releases the lock. Does nothing if this object does not hold it."""
         with _guard:

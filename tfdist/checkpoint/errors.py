@@ -23,6 +23,26 @@ class OtherFormatError(CheckpointError):
     """Another version of tfdist wrote the checkpoint in another format."""
 
 
+class RemoteStoreError(CheckpointError):
+    """An object store did not answer, or refused, for as long as an operation waits.
+
+    A checkpoint whose save ends with it may be committed or not; the next save settles that. Training can continue.
+    """
+
+
+class SupersededError(CheckpointError):
+    """Another process has taken over the training, so this one can commit no more checkpoints."""
+
+
+def no_worker_files(location: str) -> ValueError:
+    """Returns the error of a training whose workers write their own files into a checkpoint."""
+    return ValueError(
+        f"Checkpoints of a model on the devices of workers need a directory. Received: {location!r}. Expected: a path "
+        "on a file system that all workers share, as TensorFlow writes a part on each of them. Mount the object store, "
+        "or use another strategy."
+    )
+
+
 @contextlib.contextmanager
 def explained(what: str, directory: Path, reassurance: str = "") -> Iterator[None]:
     """Turns an `OSError` within the context into a `CheckpointError` with a remedy.

@@ -81,6 +81,15 @@ class SavingRanks:
         """The rank that commits."""
         return self.ranks[0]
 
+    def check_shared(self, rank: int, shared_shard: Shard | None) -> None:
+        """Raises a ValueError unless the chief, and only it, saves what is equal on all ranks."""
+        if (shared_shard is not None) != (rank == self.chief):
+            raise ValueError(
+                f"Only rank {self.chief} saves the shared shard. Received: "
+                f"shared_shard={'None' if shared_shard is None else 'a shard'} from rank {rank}. Expected: a "
+                f"shard from rank {self.chief}, None from the others."
+            )
+
 
 class ShardedSave:
     """One rank's part of a save."""
@@ -95,7 +104,7 @@ class ShardedSave:
         saving: SavingRanks | None = None,
     ) -> None:
         """Describes the save; by default all ranks save, and rank 0 is the chief."""
-        _check_arguments(sequence, attempt, rank, num_ranks)
+        check_save(sequence, attempt, rank, num_ranks)
         self._directory = directory
         self._sequence = sequence
         self._attempt = attempt
@@ -131,7 +140,7 @@ class ShardedSave:
         try:
             if not self._is_chief:
                 atomic_files.make_directory(self._unfinished)  # where the chief looks for a failure of this rank
-            parts = self._encode(rank_shard, shared_shard)
+            parts = encode_parts(self._rank, rank_shard, shared_shard)
             metadata = json.loads(dump_metadata(metadata))  # as it will be read
             if self._is_chief:
                 self._remove_corrupt()
@@ -178,34 +187,12 @@ class ShardedSave:
 
     def _give_up(self, lost_ranks: list[int]) -> None:
         shutil.rmtree(self._unfinished, ignore_errors=True)
-        _log.warning(
-            "Checkpoint %d is given up: a worker was lost before its part, which nobody else has, was written. "
-            "Received: no part of the ranks %s. Expected: all parts within an accumulation of gradients. The next "
-            "checkpoint that is due is saved. %s",
-            self._sequence,
-            lost_ranks,
-            EARLIER_INTACT,
-        )
+        log_given_up(self._sequence, lost_ranks)
 
     def _check_shards(self, shared_shard: Shard | None) -> None:
-        if (shared_shard is not None) != self._is_chief:
-            chief = self._saving.chief
-            raise ValueError(
-                f"Only rank {chief} saves the shared shard. Received: "
-                f"shared_shard={'None' if shared_shard is None else 'a shard'} from rank {self._rank}. Expected: a "
-                f"shard from rank {chief}, None from the others."
-            )
+        self._saving.check_shared(self._rank, shared_shard)
         if (self._unfinished / rank_file(self._rank)).exists():
-            raise ValueError(
-                f"Rank {self._rank} saves checkpoint {self._sequence} a second time in one attempt. Received: "
-                f"attempt={self._attempt!r}. Expected: each number once, and a string that is unique to a start of "
-                "the program."
-            )
-
-    def _encode(self, rank_shard: Shard, shared_shard: Shard | None) -> dict[str, EncodedShard]:
-        shards = {} if shared_shard is None else {SHARED_FILE: shared_shard}
-        shards[rank_file(self._rank)] = rank_shard
-        return {name: encode_shard(shard) for name, shard in shards.items()}
+            raise second_save(self._sequence, self._attempt, self._rank)
 
     def _remove_corrupt(self) -> None:
         """Removes a corrupt checkpoint of this number; raises an error for a complete one."""
@@ -220,11 +207,7 @@ class ShardedSave:
             _log.warning("Checkpoint %d is replaced because it is corrupt: %s", self._sequence, error)
             atomic_files.remove(path)
             return
-        raise CheckpointError(
-            f"A checkpoint with this number exists. Received: sequence={self._sequence}, and {str(path)!r} is "
-            "complete. Expected: a number larger than that of the restored checkpoint. Restore the newest one first, "
-            "or save to another directory."
-        )
+        raise number_exists(self._sequence, str(path))
 
     def _check_space(self, needed_bytes: int) -> None:
         atomic_files.make_directory(self._directory)
@@ -257,7 +240,48 @@ class ShardedSave:
             write_failure_receipt(self._unfinished, self._rank, error)
 
 
-def _check_arguments(sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
+def log_given_up(sequence: int, lost_ranks: list[int]) -> None:
+    """Warns of a save that is given up because of parts that nobody else has."""
+    _log.warning(
+        "Checkpoint %d is given up: a worker was lost before its part, which nobody else has, was written. "
+        "Received: no part of the ranks %s. Expected: all parts within an accumulation of gradients. The next "
+        "checkpoint that is due is saved. %s",
+        sequence,
+        lost_ranks,
+        EARLIER_INTACT,
+    )
+
+
+def number_exists(sequence: int, where: str) -> CheckpointError:
+    """Returns the error of a save whose number a complete checkpoint has."""
+    return CheckpointError(
+        f"A checkpoint with this number exists. Received: sequence={sequence}, and {where!r} is "
+        "complete. Expected: a number larger than that of the restored checkpoint. Restore the newest one first, "
+        "or save to another directory."
+    )
+
+
+def second_save(sequence: int, attempt: str, rank: int) -> ValueError:
+    """Returns the error of a rank that has saved this number in this attempt."""
+    return ValueError(
+        f"Rank {rank} saves checkpoint {sequence} a second time in one attempt. Received: attempt={attempt!r}. "
+        "Expected: each number once, and a string that is unique to a start of the program."
+    )
+
+
+def encode_parts(rank: int, rank_shard: Shard, shared_shard: Shard | None) -> dict[str, EncodedShard]:
+    """Returns the files of a rank by name.
+
+    Raises:
+        ValueError: If something cannot be saved.
+    """
+    shards = {} if shared_shard is None else {SHARED_FILE: shared_shard}
+    shards[rank_file(rank)] = rank_shard
+    return {name: encode_shard(shard) for name, shard in shards.items()}
+
+
+def check_save(sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
+    """Raises a ValueError for an invalid number, attempt or rank of a save."""
     if not 0 <= sequence <= _MAX_SEQUENCE:
         raise ValueError(f"Invalid sequence number. Received: sequence={sequence}. Expected: 0 to {_MAX_SEQUENCE}.")
     if not _ATTEMPT.fullmatch(attempt):
@@ -273,71 +297,102 @@ def _check_arguments(sequence: int, attempt: str, rank: int, num_ranks: int) -> 
 
 def write_receipt(directory: Path, rank: int, record: FileRecord) -> None:
     """Reports that the file of `rank` is on disk."""
-    _put_receipt(directory, rank, asdict(record))
+    atomic_files.write(directory / receipt_name(rank), receipt_of(record))
 
 
 def write_failure_receipt(directory: Path, rank: int, error: BaseException) -> None:
     """Reports, if possible, that the file of `rank` will not be written, so that the chief does not wait for it."""
     with contextlib.suppress(OSError):
-        _put_receipt(directory, rank, {"error": f"{type(error).__name__}: {error}"})
+        atomic_files.write(directory / receipt_name(rank), failure_receipt_of(error))
 
 
 def collect_receipts(
     directory: Path, ranks: Iterable[int], *, timeout_seconds: float, lost: Callable[[], Collection[int]] = tuple
 ) -> dict[int, FileRecord]:
-    """Waits for the receipts of `ranks` and removes them. Waits at most 60 s if the program exits meanwhile.
-
-    Receipts of ranks that are `lost` are left out unless they are there.
+    """Waits for the receipts of `ranks` in a directory and removes them, see `wait_for_receipts`.
 
     Raises:
         CheckpointError: If receipts are missing after `timeout_seconds`, or one reports a failure.
         OSError: If the directory cannot be read or was removed.
     """
-    missing = {_receipt_name(rank): rank for rank in ranks}
+
+    def find(missing: Collection[int]) -> dict[int, bytes]:
+        # Lists the directory instead of looking each file up: network file systems cache that a file is missing.
+        present = set(os.listdir(directory)) if missing else set()
+        names = {rank: name for rank in missing if (name := receipt_name(rank)) in present}
+        return {rank: (directory / name).read_bytes() for rank, name in names.items()}
+
+    records = wait_for_receipts(find, ranks, str(directory), timeout_seconds=timeout_seconds, lost=lost)
+    for rank in records:
+        (directory / receipt_name(rank)).unlink()
+    return records
+
+
+def wait_for_receipts(
+    find: Callable[[Collection[int]], Mapping[int, bytes]],
+    ranks: Iterable[int],
+    where: str,
+    *,
+    timeout_seconds: float,
+    lost: Callable[[], Collection[int]],
+    max_pause_seconds: float = _MAX_PAUSE_SECONDS,
+) -> dict[int, FileRecord]:
+    """Waits for the receipts of `ranks`. Waits at most 60 s if the program exits meanwhile.
+
+    `find` returns those of the given ranks that are there. Receipts of ranks that are `lost` are left out unless they
+    are there.
+
+    Raises:
+        CheckpointError: If receipts are missing after `timeout_seconds`, or one reports a failure.
+    """
+    missing = set(ranks)
     records: dict[int, FileRecord] = {}
     end = time.monotonic() + timeout_seconds
     is_exiting = False
     pause = _MIN_PAUSE_SECONDS
     while True:
-        gone = lost()  # before the directory is listed: what a lost rank has written is there
-        # Lists the directory instead of looking each file up: network file systems cache that a file is missing.
-        for name in missing.keys() & set(os.listdir(directory)) if missing else ():
-            rank = missing.pop(name)
-            records[rank] = _read_receipt(directory / name, rank)
-        missing = {name: rank for name, rank in missing.items() if rank not in gone}
+        gone = lost()  # before looking: what a lost rank has written is there
+        for rank, receipt in find(missing).items():
+            missing.remove(rank)
+            records[rank] = _read_receipt(receipt, rank)
+        missing.difference_update(gone)
         if not missing:
-            break
+            return records
         if not is_exiting and not threading.main_thread().is_alive():
             is_exiting, end = True, min(end, time.monotonic() + _TIMEOUT_AT_EXIT_SECONDS)
         if time.monotonic() > end:
-            raise CheckpointError(_timeout_message(sorted(missing.values()), timeout_seconds, directory))
+            raise CheckpointError(_timeout_message(sorted(missing), timeout_seconds, where))
         time.sleep(pause)
-        pause = min(2 * pause, _MAX_PAUSE_SECONDS)
-    for rank in records:
-        (directory / _receipt_name(rank)).unlink()
-    return records
+        pause = min(2 * pause, max_pause_seconds)
 
 
-def _receipt_name(rank: int) -> str:
+def receipt_name(rank: int) -> str:
+    """Returns the name of the receipt of a rank."""
     return f"rank-{rank}.receipt"
 
 
-def _put_receipt(directory: Path, rank: int, content: dict[str, object]) -> None:
-    atomic_files.write(directory / _receipt_name(rank), json.dumps(content).encode())
+def receipt_of(record: FileRecord) -> bytes:
+    """Returns the receipt of a file."""
+    return json.dumps(asdict(record)).encode()
 
 
-def _read_receipt(path: Path, rank: int) -> FileRecord:
-    content = json.loads(path.read_bytes())
+def failure_receipt_of(error: BaseException) -> bytes:
+    """Returns what a rank writes in place of a receipt if its file will not be written."""
+    return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+
+def _read_receipt(receipt: bytes, rank: int) -> FileRecord:
+    content = json.loads(receipt)
     if "error" in content:
         raise CheckpointError(f"Rank {rank} could not write its part of the checkpoint. Received: {content['error']}")
     return FileRecord(**content)
 
 
-def _timeout_message(ranks: list[int], timeout_seconds: float, directory: Path) -> str:
+def _timeout_message(ranks: list[int], timeout_seconds: float, where: str) -> str:
     who = f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} have"
     return (
         f"{who} not written a part of the checkpoint within {timeout_seconds:g} s. Expected: a file of every rank "
-        f"in {str(directory)!r}. All ranks must see the same directory, on a file system they share, and save the same "
+        f"in {where!r}. All ranks must see the same directory, on a file system they share, and save the same "
         "sequence number in the same attempt; if they do and are slow, raise peer_timeout_seconds of "
         "FailureRecovery."
     )

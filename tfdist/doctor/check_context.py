@@ -20,6 +20,7 @@ class CheckContext:
     workers: int = 1  # number of workers on this machine
     parameters: int = 10_000_000  # number of parameters of the model
     checkpoints: Path | None = None  # directory for checkpoints, or None
+    object_store: str | None = None  # address for checkpoints, or None
     keep: int = 3  # number of checkpoints that are kept
     root: Path = Path("/")  # directory that contains `proc`, `sys` and `dev`
 

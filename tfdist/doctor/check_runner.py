@@ -25,6 +25,7 @@ from tfdist.doctor.network_checks import (
     listen,
     taken_port,
 )
+from tfdist.doctor.object_store_checks import check_object_store
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding, Report
 from tfdist.doctor.resource_checks import check_cores, check_memory, check_open_files, check_shared_memory
 from tfdist.utils.cores_and_ports import host_and_port
@@ -44,6 +45,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     check_token,
     check_proxy,
     check_checkpoints,
+    check_object_store,
 )
 
 _MAX_CHECKS_SECONDS = 240.0

@@ -32,10 +32,6 @@ def check_checkpoints(context: CheckContext) -> list[Finding]:
     if context.checkpoints is None:
         return []
     directory = context.checkpoints
-    # `Path` makes one slash of the two in a URL.
-    if "://" in str(directory) or re.match(r"[a-z0-9]+:/[^/]", str(directory)):
-        remedy = "Mount the bucket as a file system, or save to a disk and copy from there."
-        return [Finding(ERROR, _CHECK, f"{directory} is a URL", "a directory of a mounted file system", remedy)]
     existing = _existing(directory)
     if not existing.is_dir():
         return [Finding(ERROR, _CHECK, f"{existing} is a file", "a directory", "Choose another directory.")]

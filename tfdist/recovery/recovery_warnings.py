@@ -1,5 +1,6 @@
 """Warnings of FailureRecovery: training already complete, diverged, or with a learning rate that is ignored."""
 
+import logging
 import sys
 import warnings
 import weakref
@@ -12,6 +13,8 @@ import numpy as np
 from tfdist.keras_internals.model_state import OptimizerState, optimizers_of
 from tfdist.recovery.callback_state import callbacks_without_state
 from tfdist.recovery.training_state import TrainingProgress
+
+_log = logging.getLogger("tfdist")
 
 
 def warn_always(message: str) -> None:
@@ -114,6 +117,16 @@ def warn_terminated_by_nan(step: int, directory: Any) -> None:
         f"at step {step}. Expected: a finite loss. This step was not saved: when started again, the program resumes "
         f"from the newest earlier checkpoint in {str(directory)!r}. Fix the cause first. If the weights were damaged "
         "earlier, remove the newest of the directories ckpt-* there, until training resumes early enough."
+    )
+
+
+def warn_not_saved(step: int, error: Exception) -> None:
+    """Logs that an object store did not take a checkpoint. Called in the thread that saves, where warnings get lost."""
+    _log.warning(
+        "FailureRecovery: training continues without a checkpoint of step %d, and the next that is due is saved. "
+        "Received: %s",
+        step,
+        error,
     )
 
 

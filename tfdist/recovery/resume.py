@@ -1,17 +1,16 @@
 """Finds the checkpoint from which all workers resume."""
 
 import logging
-import os
 import time
 
-from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, OtherFormatError
+from tfdist.checkpoint import Checkpoint, CheckpointError, OtherFormatError, TrainingStore
 
 _TIMEOUT_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 _log = logging.getLogger("tfdist")
 
 
-def choose_checkpoint(store: CheckpointStore) -> Checkpoint | None:
+def choose_checkpoint(store: TrainingStore) -> Checkpoint | None:
     """Returns the newest complete checkpoint, None if nothing was saved yet. Called on the chief.
 
     Logs which checkpoints it skips, and removes unfinished saves.
@@ -22,7 +21,7 @@ def choose_checkpoint(store: CheckpointStore) -> Checkpoint | None:
     checkpoint, skipped = store.newest()
     if checkpoint is None and skipped:
         raise CheckpointError(
-            f"None of the checkpoints is complete. Received: {'; '.join(skipped)}, in {str(store.directory)!r}. "
+            f"None of the checkpoints is complete. Received: {'; '.join(skipped)}, in {store.location!r}. "
             "Expected: a complete one, or a directory without checkpoints. Repair or mount the disk, or copy the files "
             "there again; for a new training, move this directory away or choose another one. Nothing was removed."
         )
@@ -32,7 +31,7 @@ def choose_checkpoint(store: CheckpointStore) -> Checkpoint | None:
     return checkpoint
 
 
-def open_chosen_checkpoint(store: CheckpointStore, sequence: int, rank: int) -> Checkpoint:
+def open_chosen_checkpoint(store: TrainingStore, sequence: int, rank: int) -> Checkpoint:
     """Opens the checkpoint that the chief chose, on any worker.
 
     Other workers than the chief retry for 10 s, because a network file system may show them an old directory.
@@ -56,12 +55,4 @@ def open_chosen_checkpoint(store: CheckpointStore, sequence: int, rank: int) -> 
                     "FailureRecovery."
                 ) from error
         time.sleep(_PAUSE_SECONDS)
-        _refresh_directory(store)
-
-
-def _refresh_directory(store: CheckpointStore) -> None:
-    """Lists the directory, so that a network file system asks its server for the present content."""
-    try:
-        os.listdir(store.directory)
-    except OSError as error:
-        _log.debug("%s cannot be listed: %s", store.directory, error)
+        store.refresh()

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import keras
 
-from tfdist.checkpoint import Checkpoint, Shard, WorkerFiles
+from tfdist.checkpoint import Checkpoint, Shard, TrainingStore, WorkerFiles
+from tfdist.checkpoint.errors import no_worker_files
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.callback_state import (
@@ -132,13 +132,19 @@ class TrainingState:
         self._variables = VariableSnapshots(model, self._copies)
         self._variables.build(element_spec)
 
-    def check_workers_see(self, directory: Path) -> None:
+    def check_workers_see(self, store: TrainingStore) -> None:
         """Checks that the workers whose devices hold variables see the directory of the checkpoints.
 
         Raises:
             CheckpointError: If one does not, or does not answer.
+            ValueError: If there is no directory, and devices hold variables.
         """
         devices = placed_devices(self._model.distribute_strategy)
+        directory = store.directory
+        if directory is None:
+            if devices:
+                raise no_worker_files(store.location)
+            return
         tasks = {task: device for device in devices if (task := task_of(device)) != own_task()}
         if tasks:
             check_shared_directory(directory, tasks, self._timeout_seconds)

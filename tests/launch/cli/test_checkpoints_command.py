@@ -6,8 +6,9 @@ import sys
 
 import numpy as np
 import pytest
+from optional_packages import require
 
-from tfdist.checkpoint import CheckpointStore, Shard
+from tfdist.checkpoint import CheckpointStore, Shard, open_store
 from tfdist.launch.cli.main import main
 from tfdist.utils.formatting import format_bytes
 
@@ -194,3 +195,19 @@ print(code, early, {{"keras", "tensorflow"}} & set(sys.modules))
 )
 def test_sizes(count, text):
     assert format_bytes(count) == text
+
+
+def test_an_address(capsys, monkeypatch):
+    require("fsspec")
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    url = "memory://bucket/test-checkpoints-command"
+    for sequence in (1, 2):
+        shards = {"rank_shard": Shard({"a": np.arange(100)}), "shared_shard": Shard({})}
+        open_store(url).save(sequence, "a", rank=0, num_ranks=1, metadata={"step": sequence, "epoch": 0}, **shards)
+    assert main(["checkpoints", url, "--verify", "--prune", "1"]) == 0
+    removed, _, row, total = listed(capsys)
+    assert removed == "removed ckpt-0000000001"
+    assert row.split()[:4] == ["2", "2", "0", "1"] and row.endswith("complete")
+    assert total == f"{url}: 1 complete; all checksums were verified"
+    assert main(["checkpoints", "nowhere://bucket"]) == 2
+    assert "an address of unknown kind" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`tfdist checkpoints`: lists, verifies and prunes the checkpoints of a directory."""
+"""`tfdist checkpoints`: lists, verifies and prunes the checkpoints of a directory or an object store."""
 
 import argparse
 import json
@@ -14,18 +14,19 @@ from tfdist.utils.formatting import align_columns, format_bytes, format_duration
 if TYPE_CHECKING:
     from tfdist.checkpoint import CheckpointInfo
 
-HELP = "list, verify and prune the checkpoints of a directory"
+HELP = "list, verify and prune the checkpoints of a directory or an object store"
 DESCRIPTION = """\
-List the checkpoints in DIR: their steps, sizes and status.
+List the checkpoints in DIR, a path or an address such as s3://bucket/run: their steps, sizes and status.
 
 Without --verify a checkpoint counts as complete if its manifest is valid and its files have the recorded sizes. A
-training that resumes verifies all checksums."""
+training that resumes verifies all checksums. For an address, --verify and --prune read the files of checkpoints."""
 
 EPILOG = """\
 examples:
   tfdist checkpoints checkpoints
   tfdist checkpoints checkpoints --verify
   tfdist checkpoints checkpoints --prune 2 --dry-run
+  tfdist checkpoints s3://bucket/run --verify
 
 Exit code: 0; 1 if --verify found a corrupt checkpoint, or a file cannot be read or removed; 2 for a usage error."""
 
@@ -35,7 +36,7 @@ _HEADINGS = ("sequence", "step", "epoch", "workers", "size", "age", "status")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the sub-command `checkpoints`."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of FailureRecovery")
+    parser.add_argument("directory", metavar="DIR", help="the directory of FailureRecovery, or its address")
     parser.add_argument(
         "--verify", action="store_true", help="verify all checksums; exit code 1 if a checkpoint is corrupt"
     )
@@ -53,16 +54,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Lists, verifies or prunes, and returns the exit code. After a UsageError nothing was read or removed."""
     # Imported late: NumPy starts threads, and `tfdist run` has to be single-threaded.
-    from tfdist.checkpoint import CheckpointError, CheckpointStore
+    from tfdist.checkpoint import CheckpointError, open_store
 
     if options.dry_run and options.prune is None:
         raise UsageError("--dry-run says what --prune would remove. Received: --dry-run alone. Expected: --prune KEEP.")
-    if not options.directory.is_dir():
+    try:
+        store = open_store(options.directory)
+    except (ImportError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if store.directory is not None and not store.directory.is_dir():
         raise UsageError(
-            f"The directory does not exist. Received: {str(options.directory)!r}. Expected: the directory that "
+            f"The directory does not exist. Received: {options.directory!r}. Expected: the directory that "
             "FailureRecovery saves to."
         )
-    store = CheckpointStore(options.directory)
     try:
         removed = [] if options.prune is None else store.prune(options.prune, dry_run=options.dry_run)
         entries = store.list_checkpoints(verify_checksums=options.verify)
@@ -111,7 +115,7 @@ def _row(entry: "CheckpointInfo") -> tuple[str, ...]:
 
 def _as_json(entries: list["CheckpointInfo"], removed: list[Path], options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "directory": str(options.directory),
+        "directory": options.directory,
         "checksums_verified": options.verify,
         "would_remove" if options.dry_run else "removed": [path.name for path in removed],
         "checkpoints": [

@@ -63,13 +63,15 @@ def execute(options: argparse.Namespace) -> int:
             with ReservedPorts(options.workers) as reserved:
                 ports = reserved.ports
             config = until_the_end.enter_context(local_cluster(ports, environ, options.timeout))
+        is_address = options.checkpoints is not None and "://" in options.checkpoints
         context = CheckContext(
             environ,
             usable_cores(),
             config,
             workers=options.workers or (workers_on_own_host(config) if config else 1),
             parameters=options.parameters,
-            checkpoints=options.checkpoints,
+            checkpoints=None if is_address or options.checkpoints is None else Path(options.checkpoints),
+            object_store=options.checkpoints if is_address else None,
             keep=options.keep,
         )
         result = run_checks(context, timeout_seconds=options.timeout, say=_say, findings=findings)
@@ -127,7 +129,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(default: 10M)",
     )
     parser.add_argument(
-        "--checkpoints", type=Path, metavar="DIR", help="check the directory that FailureRecovery will save to"
+        "--checkpoints", metavar="DIR", help="check the directory, or the address, that FailureRecovery will save to"
     )
     parser.add_argument(
         "--keep",
