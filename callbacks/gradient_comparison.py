@@ -247,7 +247,8 @@ def _sketch(arrays: Sequence[np.ndarray]) -> np.ndarray:
     Two gradients whose difference has a norm D have projections that differ by about D.
     """
     loss, *gradients = arrays
-    squares, projections = [0.0], np.zeros(_PROJECTIONS)
+    squares: list[Any] = []
+    projections = np.zeros(_PROJECTIONS)
     with np.errstate(all="ignore"):
         for number, gradient in enumerate(gradients):
             values = gradient.astype(np.float64).reshape(-1)

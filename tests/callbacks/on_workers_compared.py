@@ -1,4 +1,4 @@
-"""The program of workers whose weights and gradients are compared for 10,000 steps. Rank 0 writes how often they were."""
+"""Workers whose weights and gradients are compared for 10,000 steps. Each writes how often they were."""
 
 import sys
 from pathlib import Path

@@ -53,7 +53,11 @@ class Flips:
 def test_a_device_with_wrong_gradients_is_named(cpus, devices, only, computations, message):
     flips = Flips(only)
     with pytest.raises(DifferentGradientsError, match=message) as raised:
-        fit(cpus[:devices], lambda: [FlippedGradients(flips)], WeightComparison(4, check_gradients=0.5))
+        fit(
+            cpus[:devices],
+            lambda: [keras.layers.Dense(4), FlippedGradients(flips)],
+            WeightComparison(4, check_gradients=0.5),
+        )
     assert raised.value.ranks == (0,)
     assert str(raised.value).count("worker 0, device 1: loss ") == computations
 

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from tfdist.keras_internals.layer_calls import initial_scope
 
-# The distance of 1 to the next number; that of float32 for others.
+# The distance of 1 to the next number.
+_FLOAT32, _TENSOR_FLOAT32 = 2.0**-23, 2.0**-10
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -41,4 +42,8 @@ def loss_and_gradients(
 
 def rounding_error(model: Any) -> float:
     """Returns the machine epsilon of the least exact dtype in which a layer of `model` computes."""
-    return max(_EPSILONS.get(layer.compute_dtype, 2.0**-23) for layer in model._flatten_layers())
+    on_tensor_cores = tf.config.experimental.tensor_float_32_execution_enabled() and tf.config.list_logical_devices(
+        "GPU"
+    )
+    other = _TENSOR_FLOAT32 if on_tensor_cores else _FLOAT32
+    return max(_EPSILONS.get(layer.compute_dtype, other) for layer in model._flatten_layers())
