@@ -4,7 +4,8 @@
 
 Two workers train perceptrons with Adam, without a callback and with each of them, in turns within one process.
 Times are lower quartiles, as other programs disturb the rest. *comparison* is that of one comparison of all weights and
-slots, *with gradients* one that also computes 1 % of the rows of a device again, a row. The ratios are medians, of the processor time of a step to that of the same round without a callback.
+slots; *with gradients* also computes 1 % of the rows of a device again, which is one row here. The ratios are medians,
+of the processor time of a step to that of the same round without a callback.
 """
 
 import argparse
