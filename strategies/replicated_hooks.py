@@ -114,9 +114,10 @@ def _reset_metrics(strategy: Any, model: Any) -> None:
 
 
 def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
-    elastic, guard = strategy._elastic, strategy.step_guard
+    elastic, guard, last_batch = strategy._elastic, strategy.step_guard, strategy.last_batch
     guard = guard if guard is not None and name == "train" and guard.model is model else None
-    if elastic is None and guard is None:
+    last_batch = last_batch if last_batch is not None and name == "train" and last_batch.model is model else None
+    if elastic is None and guard is None and last_batch is None:
         return function
     if name == "predict":
         return elastic.step_function(model, name, function)
@@ -124,7 +125,8 @@ def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
     def run_on_batch(batch: Any) -> Any:
         return function(iter([batch]))
 
-    run = run_on_batch if guard is None else guard.before_attempts(run_on_batch)
+    run = run_on_batch if last_batch is None else last_batch.kept_by(run_on_batch)
+    run = run if guard is None else guard.before_attempts(run)
     run = run if elastic is None else elastic.step_function(model, name, run)
     return _one_step_at_a_time(model, run if guard is None else guard.after_step(run))
 

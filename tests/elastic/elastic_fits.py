@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from flipped_gradients import FlippedGradients
 
 from tfdist.callbacks import GradientAccumulation, SpikeGuard, WeightComparison
 from tfdist.compression import Policy
@@ -84,14 +85,14 @@ def _fit(strategy, folder, callbacks, optimizer, layers, *, kind=keras.Sequentia
 def chief_is_lost(strategy, folder, callbacks):
     """SGD with momentum, statistics over all replicas, shuffled rows, several steps in one call, accumulation.
 
-    An execution ends within an accumulation of two steps. Weights are compared.
+    An execution ends within an accumulation of two steps. Weights and gradients are compared.
     """
 
     def layers():
         return [keras.layers.Dense(16, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
 
     optimizer = lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)  # noqa: E731
-    guards = [WeightComparison(every_steps=10)]
+    guards = [WeightComparison(every_steps=10, check_gradients=0.2)]
     return _fit(strategy, folder, callbacks, optimizer, layers, guards=guards, steps_per_execution=3)
 
 
@@ -254,6 +255,21 @@ def preempted(strategy, folder, callbacks):
     return _fit(strategy, folder, callbacks, _momentum, _dense)
 
 
+wrong_workers: set[int] = set()  # whose gradients are wrong in `wrong_gradients`
+
+
+def wrong_gradients(strategy, folder, callbacks):
+    """Gradients of one worker become wrong where they are compared."""
+
+    def layers():
+        flips = FlippedGradients(lambda device: strategy.rank in wrong_workers)
+        return [keras.layers.Dense(16, "tanh"), keras.layers.Dropout(1e-12), flips]
+
+    return _fit(
+        strategy, folder, callbacks, _momentum, layers, guards=[WeightComparison(every_steps=10, check_gradients=0.3)]
+    )
+
+
 def accumulated(strategy, folder, callbacks):
     """Accumulates with a loss scale; an execution ends within an accumulation."""
 
@@ -298,6 +314,7 @@ MORE_FITS = {
         compressed,
         compressed_loop,
         rounded,
+        wrong_gradients,
         accumulated,
         accumulated_eagerly,
         accumulated_by_a_callback,

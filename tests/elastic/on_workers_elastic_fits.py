@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-# By training: the rank that is lost, the step after which it is, and the signal.
+# By training: the rank that is lost, the step after which it is, and the signal; without one its gradients are wrong.
 FAULTS = {
     "chief_is_lost": [(0, 100, signal.SIGKILL)],
     "two_are_lost": [(1, 60, signal.SIGKILL), (2, 60, signal.SIGKILL)],
@@ -28,6 +28,7 @@ FAULTS = {
     "own_step": [(0, 60, signal.SIGKILL)],
     "compressed": [(1, 60, signal.SIGKILL)],
     "compressed_loop": [(1, 110, signal.SIGKILL)],
+    "wrong_gradients": [(2, 60, None)],
     "rounded": [(1, 60, signal.SIGKILL)],
     "accumulated": [(0, 60, signal.SIGKILL)],
     "accumulated_eagerly": [(1, 60, signal.SIGKILL)],
@@ -116,7 +117,10 @@ def main(folder, name=None):
                 mark = folder / f"{self._name}-{rank}.lost"
                 if rank == strategy.rank and step >= at and is_complete and not mark.exists():
                     mark.touch()
-                    os.kill(os.getpid(), number)
+                    if number is None:
+                        elastic_fits.wrong_workers.add(rank)
+                    else:
+                        os.kill(os.getpid(), number)
             if self._name == "preempted" and not (folder / "leaves").exists():
                 (folder / f"trains-{strategy.rank}").touch()
                 time.sleep(0.1)

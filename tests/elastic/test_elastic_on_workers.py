@@ -107,6 +107,8 @@ def test_more_trainings_on_two_devices_a_worker(tmp_path, name):
     run = launch(tmp_path, _SCRIPT, name, options=["--workers", "3", "--elastic", "1"]).assert_complete()
     faults = len(FAULTS[name])
     assert f"{faults} worker{'s' * (faults > 1)} lost, {faults} joined" in run.output, run.output[-3000:]
+    wrong = re.findall(r"other gradients than the majority\. Received: worker 2, device 0: loss", run.output)
+    assert len(wrong) == (3 if name == "wrong_gradients" else 0), run.output[-3000:]
     first, *others = (run.arrays(f"{name}-{rank}.npz") for rank in range(3))
     for key, values in first.items():
         for other in others:

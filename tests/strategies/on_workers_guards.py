@@ -1,9 +1,11 @@
-"""Trainings on two workers of two devices in which a loss jumps, and in which a bit of a weight changes."""
+"""Trainings on two workers of two devices: a loss jumps, a bit of a weight changes, or one of a gradient."""
 
 import keras
 import numpy as np
+from flipped_gradients import FlippedGradients
 
 from tfdist.callbacks import SpikeGuard, WeightComparison
+from tfdist.callbacks.gradient_comparison import DifferentGradientsError
 from tfdist.callbacks.weight_comparison import DifferentWeightsError
 from tfdist.keras_internals.model_state import components
 
@@ -13,13 +15,13 @@ INPUTS = np.random.default_rng(1).normal(size=(BATCHES, ROWS, 3)).astype("float3
 TARGETS = np.tanh(INPUTS.sum(axis=2, keepdims=True))
 
 
-def fit(strategy, batches, *callbacks, **options):
+def fit(strategy, batches, *callbacks, layers=(), **options):
     """Returns the weights after an epoch."""
     targets = TARGETS.copy()
     targets[SPIKE] *= 1e6
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), *layers, keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01), "mse", **options)
     data = [array[batches].reshape(-1, array.shape[2]) for array in (INPUTS, targets)]
     model.fit(*data, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[*callbacks])
@@ -42,7 +44,7 @@ def guarded(strategy):
     """What the test checks."""
     seen = {}
     for steps in (1, 5):
-        guard, comparison = SpikeGuard(window=6, deviations=100.0), WeightComparison(4)
+        guard, comparison = SpikeGuard(window=6, deviations=100.0), WeightComparison(4, check_gradients=0.5)
         weights = fit(strategy, range(BATCHES), guard, comparison, steps_per_execution=steps)
         spikes = [(spike.batch, spike.name) for spike in guard.spikes]
         seen[f"{steps} steps"] = {"weights": weights, "spikes": spikes, "comparisons": comparison.comparisons}
@@ -50,4 +52,9 @@ def guarded(strategy):
         fit(strategy, range(BATCHES), Flip(), WeightComparison(4))
     except DifferentWeightsError as error:
         seen["error"], seen["ranks"] = str(error), error.ranks
+    try:
+        flips = FlippedGradients(lambda device: strategy.rank == 1 and device.endswith("CPU:1"))
+        fit(strategy, range(BATCHES), WeightComparison(4, check_gradients=0.5), layers=[flips])
+    except DifferentGradientsError as error:
+        seen["gradient error"], seen["gradient ranks"] = str(error), error.ranks
     return seen

@@ -1,4 +1,4 @@
-"""Two workers take back the same steps, and name a device whose weights differ."""
+"""Two workers take back the same steps, and name a device whose weights or gradients differ."""
 
 import numpy as np
 import on_workers_guards
@@ -39,3 +39,11 @@ def test_a_device_with_other_bits_is_named_on_all_workers(seen):
             "worker 1, device 1: sequential" in rank["error"] and "/kernel; of 4 replicas after step 4" in rank["error"]
         )
     assert seen[0]["error"] == seen[1]["error"]
+
+
+def test_a_device_with_wrong_gradients_is_named_on_all_workers(seen):
+    for rank in seen:
+        assert rank["gradient ranks"] == [1]
+        assert "other gradients than the majority. Received: worker 1, device 1: loss" in rank["gradient error"]
+        assert "of 8 computations of 4 replicas after step 4" in rank["gradient error"]
+    assert seen[0]["gradient error"] == seen[1]["gradient error"]

@@ -1,4 +1,4 @@
-"""What looks at a training step of `fit` when all workers have made it: its loss and the norm of its gradients."""
+"""What looks at a training step of `fit` when all workers have made it: at its loss, its gradients and its batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,6 +28,23 @@ class StepGuard(Protocol):
 
     def after_step(self, run: StepFunction) -> StepFunction:
         """Wraps the function that runs a step until it counts."""
+
+
+class LastBatch:
+    """The batch of the last training step of a `fit` of `model`, on this worker; `None` before the first one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.batch: Any = None
+
+    def kept_by(self, run: StepFunction) -> StepFunction:
+        """Wraps the function that runs a step on a batch."""
+
+        def run_and_keep(batch: Any) -> Any:
+            self.batch = batch
+            return run(batch)
+
+        return run_and_keep
 
 
 class StepValues:

@@ -10,7 +10,7 @@ from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.training.metric_totals import MetricTotals
-from tfdist.training.step_guard import StepGuard
+from tfdist.training.step_guard import LastBatch, StepGuard
 
 
 class TrainingStrategy(Protocol):
@@ -26,6 +26,7 @@ class TrainingStrategy(Protocol):
         local_updates: How workers train by themselves between two exchanges of weights; None if they do not.
         state_sharding: How the slots of optimizers are split over the replicas; None if each has all of them.
         step_guard: What looks at each training step of `fit` before the next one begins; None if nothing does.
+        last_batch: Where the steps of `fit` leave their batches; None if nobody needs them.
         may_lose_workers: Whether the others train on when a worker is lost.
     """
 
@@ -34,6 +35,7 @@ class TrainingStrategy(Protocol):
     local_updates: Any = None
     state_sharding: Any = None
     step_guard: StepGuard | None = None
+    last_batch: LastBatch | None = None
     may_lose_workers: bool = False
 
     @property
