@@ -94,6 +94,7 @@ def test_a_damaged_checkpoint_is_skipped_and_replaced(make_store, save, assert_c
     assert statuses(store, verify_checksums=True) == [(1, "complete"), (2, "corrupt")]
     save(store, 2, attempt="b")
     assert_complete(make_store().newest()[0], 2)
+    assert_complete(make_store().open(2), 2)
     assert statuses(store, verify_checksums=True) == [(2, "complete")]
 
 

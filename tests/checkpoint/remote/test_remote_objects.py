@@ -67,6 +67,13 @@ def test_a_creation_whose_reply_is_lost_is_a_success(errno):
     assert objects.create("a", b"other's") == b"mine"
 
 
+def test_a_bucket_that_is_missing_is_an_error_of_the_store():
+    missing = Scripted(*[FileNotFoundError("The specified bucket does not exist")] * 1000)
+    with pytest.raises(RemoteStoreError, match="could not be created. Received: OSError: The specified bucket"):
+        objects_of(missing).create("a", b"1")
+    assert objects_of(missing).get("a") is None
+
+
 def test_a_mistake_is_not_repeated():
     file_system = Scripted(TypeError("a bytes-like object is required"))
     with pytest.raises(TypeError):

@@ -87,7 +87,7 @@ class RemoteStore:
         self._beat_seconds = beat_seconds
         self._ownership = RunOwnership(self._objects, beat_seconds=beat_seconds)
         self._known_complete: set[Position] = set()
-        self._verified: tuple[Position, RemoteCheckpoint] | None = None  # not copied a second time when it is opened
+        self._verified: RemoteCheckpoint | None = None  # not copied a second time when it is opened
         self._saved_in: EpochWriter | None = None
         self._present: dict[Position, str] = {}  # with the folders, when `_saved_in` has saved
         self._begun: set[tuple[str, int]] = set()  # folders and ranks
@@ -183,7 +183,7 @@ class RemoteStore:
                     skipped.append(f"{_name_of(position, content)}: {error}")
             else:
                 self._known_complete.add(position)
-                self._verified = position, checkpoint
+                self._verified = checkpoint
                 return checkpoint, skipped
         return None, skipped
 
@@ -194,15 +194,19 @@ class RemoteStore:
             CorruptCheckpointError: If there is none with this number.
             RemoteStoreError: If the store does not answer.
         """
-        objects, present = self._objects.for_operation(), []
-        for position, content in commits(objects):
-            if self._verified is not None and position == self._verified[0] and sequence == self._verified[1].sequence:
-                return self._verified[1]
+        if self._verified is not None and self._verified.sequence == sequence:
+            return self._verified
+        found, present = [], []
+        for _, content in commits(self._objects.for_operation()):
             with contextlib.suppress(CorruptCheckpointError):
                 manifest = Manifest.from_bytes(content)
-                if manifest.sequence == sequence:
-                    return RemoteCheckpoint(self._objects, manifest)
                 present.append(str(manifest.sequence))
+                if manifest.sequence == sequence:
+                    found.append(manifest)
+        for manifest in found:
+            # A corrupt one of this number may have been replaced, or skipped: another must be complete to be chosen.
+            with contextlib.suppress(CorruptCheckpointError):
+                return RemoteCheckpoint(self._objects, manifest, read_all=manifest is not found[-1])
         raise CorruptCheckpointError(
             f"Checkpoint {sequence} is not committed. Received: no manifest of this number in {self.location!r}. "
             f"Expected: one that was saved there. Checkpoints there: {', '.join(present) or 'none'}."
