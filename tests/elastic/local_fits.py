@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import keras
 import numpy as np
 
+from tfdist.callbacks import GradientAccumulation
 from tfdist.strategies import DiLoCo, LocalSGD
 
 EPOCHS, STEPS, BATCH = 4, 80, 24
@@ -112,13 +113,16 @@ def local_compressed(strategy, folder, callbacks):
     """What has no reference: equal on all workers. Residuals, averages, statistics, accumulation, a loss scale."""
 
     def optimizer():
-        inner = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=3)
+        inner = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
         return keras.optimizers.LossScaleOptimizer(inner)
 
     def layers():
         return [keras.layers.Dense(64, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
 
-    return _fit(strategy, folder, callbacks, optimizer, layers)
+    def with_schedule(model):  # incomplete accumulations are applied at the end of epochs
+        return [GradientAccumulation({0: 3, 2: 7}, flush_at_end=True), *callbacks(model)]
+
+    return _fit(strategy, folder, with_schedule, optimizer, layers)
 
 
 @dataclass
