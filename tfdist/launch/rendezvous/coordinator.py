@@ -142,8 +142,15 @@ class RunCoordinator:
             )
         evaluator = AttemptEvaluator(spec, int(start["all_workers"]))
         attempt = int(start["attempt"])
-        limits = {"least": spec.elastic or 0, "silent_node_seconds": spec.start_timeout_seconds}
-        tracker = AttemptTracker(attempt, [], roles, now=now, absent=absent, **limits)
+        tracker = AttemptTracker(
+            attempt,
+            [],
+            roles,
+            now=now,
+            least=spec.elastic or 0,
+            absent=absent,
+            silent_node_seconds=spec.start_timeout_seconds,
+        )
         if not tracker.take_back(joining, training=training):
             return False
         self._spec, self._evaluator, self._attempt, self._tracker = spec, evaluator, attempt, tracker
@@ -255,8 +262,14 @@ class RunCoordinator:
         if self._evaluator is None:
             self._evaluator = AttemptEvaluator(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
-        limits = {"least": self._spec.elastic or 0, "silent_node_seconds": self._spec.start_timeout_seconds}
-        self._tracker = AttemptTracker(self._attempt, nodes, roles, now=now, **limits)
+        self._tracker = AttemptTracker(
+            self._attempt,
+            nodes,
+            roles,
+            now=now,
+            least=self._spec.elastic or 0,
+            silent_node_seconds=self._spec.start_timeout_seconds,
+        )
         self._sent_order, self._sent_changes = None, _NO_CHANGES
         self._phase = _RunPhase.RUNNING
         self._start = {
