@@ -338,7 +338,7 @@ class FailureRecovery(LastCallback):
             lock.take_over()
         else:
             lock.acquire()
-        self._is_locked = True
+        self._is_locked = lock.is_held  # a frozen earlier chief may hold it until it ends
 
         def release() -> None:
             writer.drain()

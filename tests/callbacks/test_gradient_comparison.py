@@ -62,6 +62,24 @@ def test_a_device_with_wrong_gradients_is_named(cpus, devices, only, computation
     assert str(raised.value).count("worker 0, device 1: loss ") == computations
 
 
+@pytest.mark.parametrize("only", [None, 2])
+def test_another_processor_may_round_otherwise_but_alike_each_time(cpus, monkeypatch, caplog, only):
+    monkeypatch.setattr(gradient_comparison, "_processor", lambda device: int(device.endswith("CPU:1")))
+    layers = [keras.layers.Dense(4), FlippedGradients(Flips(only))]
+    arguments = cpus[:3], lambda: layers, WeightComparison(2, check_gradients=0.5)
+    if only is None:
+        fit(*arguments)
+        assert caplog.text.count("finds different gradients on different processors") == 1
+        assert "worker 0, device 1: loss" in caplog.text
+    else:
+        with pytest.raises(DifferentGradientsError, match="other gradients than the majority"):
+            fit(*arguments)
+
+
+def test_a_processor_has_one_number():
+    assert gradient_comparison._processor("/device:CPU:0") == gradient_comparison._processor("/device:CPU:1") > 0
+
+
 def test_a_comparison_changes_nothing(cpus):
     def layers():
         return [
