@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -227,7 +228,7 @@ class GradientComparison:
             self._has_warned = True
             return
         ranks = sorted({rank for rank, *_ in judged})
-        if verdict.majority is None:
+        if verdict.majority is None and is_clear:
             raise DifferentGradientsError(
                 "The replicas compute different gradients of the same rows, and nobody knows which are right. "
                 f"Received: {'; '.join(names)}; of {computations}. Expected: equal loss and gradients, to rounding, of "
@@ -303,6 +304,8 @@ def _processor(device: str) -> int:
         path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines() if path.exists() else []
     )
     kinds |= {line for line in lines if line.startswith(_CPU_LINES)}
+    # Sums are divided among threads.
+    kinds.add(f"{len(os.sched_getaffinity(0))} cores, {tf.config.threading.get_intra_op_parallelism_threads()} threads")
     return zlib.crc32("\n".join(sorted(kinds)).encode())
 
 

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
@@ -154,10 +154,14 @@ def patch_loops_over_epochs() -> None:
             hooks_of(self._distribute_strategy).before_step(self._distribute_strategy)
             step = super().__next__()
             if step[-1] is not self._last_iterator:
-                if self._last_iterator is not None:
-                    _free_elsewhere([self._last_iterator])
+                self._free_last_iterator()
                 self._last_iterator = step[-1]
             return step
+
+        def _free_last_iterator(self) -> None:
+            if self._last_iterator is not None:
+                iterators, self._last_iterator = [self._last_iterator], None
+                _free_elsewhere(iterators)
 
         @contextmanager
         def catch_stop_iteration(self) -> Iterator[None]:
@@ -176,6 +180,8 @@ def patch_loops_over_epochs() -> None:
                 raise
             finally:
                 hooks_of(strategy).end_epoch(strategy, self._is_over_training_data and is_complete)
+                if not self._is_over_training_data:  # the next pass may be an epoch later
+                    self._free_last_iterator()
 
     HookedEpochIterator.__name__ = stock.__name__
     replace(trainer, "TFEpochIterator")(HookedEpochIterator)
@@ -207,7 +213,8 @@ def _free_elsewhere(iterator: list[Any]) -> None:
             time.sleep(_POLL_SECONDS)
         iterator.clear()
 
-    threading.Thread(target=free, name="tfdist freed iterator").start()
+    with suppress(RuntimeError):  # no thread can be started: the caller frees it
+        threading.Thread(target=free, name="tfdist freed iterator").start()
 
 
 def _is_number(value: Any) -> bool:

@@ -228,7 +228,8 @@ class RoundEnd:
             return any(result.ends_round for result in results)
         if any(result.usage_error for result in results):
             return True
-        ended = {result.rank for result in results if not result.is_lost}
+        # Where a place fails, the rendezvous ends those that it concerns. Others may train on.
+        ended = {result.rank for result in results if result.exit_code in (0, PREEMPTED_EXIT_CODE)}
         if not ended:
             return False
         # Places that reach the rendezvous, which is in place 0, end together. Without it, others may have more to do.

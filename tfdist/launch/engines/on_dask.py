@@ -365,11 +365,15 @@ class _Round:
     def _start_again(self, lost: Collection[str], running: Collection[str]) -> None:
         """Starts lost places beside other Dask workers of their hosts, if there are any: the others train on."""
         for old in lost:
+            rank = list(self._futures).index(old)
+            host = self._addresses[rank].host
             names = names_of_workers(self._client) - set(running)
+            names = {name for name in names if import_distributed().comm.get_address_host(name) == host}
             with self._lock:
-                found = self._describe(names) if names else {}
-                rank = list(self._futures).index(old)
-                host = self._addresses[rank].host
+                try:
+                    found = self._describe(names) if names else {}
+                except (TimeoutError, ImportError):  # of one that does not belong to the call: asked again in a second
+                    found = {}
                 new = next(
                     (name for name in sorted(found) if found[name].is_free and found[name].address.host == host), ""
                 )

@@ -74,6 +74,8 @@ def run_place(
             "engine, or make it use another Python: by PYSPARK_PYTHON for Spark, by the command that starts the "
             "workers for Dask."
         )
+        if is_again:
+            return PlaceResult(task.rank, LOST_RUN_EXIT_CODE, {}, None, (problem,), is_absent=True)
         return PlaceResult(task.rank, 2, {}, None, (), problem)
     while True:
         stops = should_stop, is_leaving

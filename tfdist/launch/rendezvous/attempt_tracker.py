@@ -102,7 +102,8 @@ class AttemptTracker:
         """Records the loss of a node; returns what follows, for the user, if the training continues without it."""
         self._nodes.remove(node)
         if is_silent:  # it may be the side that continues; until then workers of this one do not know either
-            self._counted_from = max(self._counted_from, now + _REJOIN_SECONDS)
+            if now >= self._counted_from:  # one that is silent again and again does not postpone it
+                self._counted_from = now + _REJOIN_SECONDS
             self._waits_for_silent_until = now + self._silent_node_seconds
         is_needed = not all(role.is_restarted_alone for role in node.roles.values()) or self.has_completed
         if self._trains_too_few(now) and not self.too_few:
