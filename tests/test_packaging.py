@@ -114,7 +114,7 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert str(metadata.get_payload()).startswith("# tfdist")
     assert set(metadata.get_all("Provides-Extra", [])) == {
         *{"tensorflow", "cpu", "cuda", "ray", "spark", "dask"},
-        *{"examples", "notebook", "plan", "test", "benchmark", "docs", "dev"},
+        *{"examples", "notebook", "plan", "remote", "test", "benchmark", "docs", "dev"},
     }
 
 
