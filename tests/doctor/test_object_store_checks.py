@@ -15,7 +15,7 @@ URL = "memory://bucket/doctor"
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(object_store_checks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr("tfdist.checkpoint.remote.parts.BLOCK_BYTES", 1000)
     monkeypatch.setattr(object_store_checks, "_SLOW_BYTES_PER_SECOND", 0.0)
 
 

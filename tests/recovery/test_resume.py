@@ -68,7 +68,7 @@ def test_another_worker_retries(store, clock):
 
 def test_it_lists_the_directory_because_network_file_systems_cache_missing_files(store, clock, monkeypatch):
     listed = []
-    monkeypatch.setattr(resume, "os", types.SimpleNamespace(listdir=listed.append))
+    monkeypatch.setattr("tfdist.checkpoint.checkpoint_store.os", types.SimpleNamespace(listdir=listed.append))
     with pytest.raises(
         CheckpointError, match="Worker 3 cannot read the .* chosen: Checkpoint 7 is corrupt.* all workers"
     ):

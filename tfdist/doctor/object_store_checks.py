@@ -7,13 +7,14 @@ import contextlib
 import os
 import secrets
 import time
+from typing import TYPE_CHECKING
 
-from tfdist.checkpoint import RemoteStoreError
-from tfdist.checkpoint.remote.parts import BLOCK_BYTES, in_two_threads
-from tfdist.checkpoint.remote.remote_objects import Objects, connect
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
 from tfdist.utils.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from tfdist.checkpoint.remote.remote_objects import Objects
 
 _CHECK = "checkpoints"
 _BLOCKS = 4
@@ -25,6 +26,10 @@ def check_object_store(context: CheckContext) -> list[Finding]:
     """Checks that objects can be created, once, and written, read and removed, and how fast."""
     if context.object_store is None:
         return []
+    # Imported late: NumPy starts threads, and `tfdist run` has to be single-threaded.
+    from tfdist.checkpoint import RemoteStoreError
+    from tfdist.checkpoint.remote.remote_objects import Objects, connect
+
     address = context.object_store
     try:
         objects = Objects(*connect(address), patience_seconds=_PATIENCE_SECONDS)
@@ -51,8 +56,11 @@ def check_object_store(context: CheckContext) -> list[Finding]:
     return findings
 
 
-def _write_speed(objects: Objects) -> float:
+def _write_speed(objects: "Objects") -> float:
     """Returns the bytes per second that are written, as a save does it; 0 if they are not read back equal."""
+    from tfdist.checkpoint import RemoteStoreError
+    from tfdist.checkpoint.remote.parts import BLOCK_BYTES, in_two_threads
+
     keys = [f"doctor/{secrets.token_hex(16)}" for _ in range(_BLOCKS)]
     block = os.urandom(BLOCK_BYTES)  # some stores compress
     try:
