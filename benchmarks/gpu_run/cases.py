@@ -240,6 +240,41 @@ def _recovery(machine: Machine) -> dict[str, Any]:
     }
 
 
+def _elastic(*arguments: str, workers: int = 3, logical: int = 1) -> Any:
+    """The last worker is lost and joins again while the others train: the numbers of one process."""
+
+    def run(machine: Machine) -> dict[str, Any]:
+        launcher = ("--workers", str(workers), "--elastic", "1")
+        name = f"elastic-{workers}-{logical}{''.join(arguments)}"
+        folder, _ = machine.train(name, "elastic", "workers", *arguments, launcher=launcher, logical=logical)
+        row = _compared(machine, folder, "elastic", "elastic", ranks=workers)
+        row["living"] = outcomes.facts_of(folder, "elastic")["living"]
+        if row["living"] != [workers, workers - 1, workers]:
+            row["ok"], row["error"] = False, f"so many trained, one after the other: {row['living']}"
+        return row
+
+    return run
+
+
+def _checked_gradients(machine: Machine) -> dict[str, Any]:
+    """Workers on one card, with TensorFloat-32 and kernels of any order: nobody's gradients are said to be wrong."""
+    launcher, variables = (
+        ("--workers", "3", "--elastic", "1"),
+        {"NVIDIA_TF32_OVERRIDE": "1", "TF_DETERMINISTIC_OPS": "0"},
+    )
+    folder, _ = machine.train("checked", "elastic", "workers", "--check-gradients=0.5", launcher=launcher, **variables)
+    facts = outcomes.facts_of(folder, "elastic")
+    ours = outcomes.arrays_of(folder, "elastic")
+    equal = all(
+        outcomes.are_equal(ours, outcomes.arrays_of(folder, "elastic", rank), only="weight") for rank in range(1, 3)
+    )
+    row: dict[str, Any] = {"ok": facts["living"] == [3] and equal, "workers_equal": equal, "living": facts["living"]}
+    row |= {"note": "nobody is accused", "device": facts["device"][-5:]}
+    if not row["ok"]:
+        row["error"] = f"so many trained, one after the other: {facts['living']}; equal weights: {equal}"
+    return row
+
+
 def _nccl_of_one(machine: Machine) -> dict[str, Any]:
     may_fail = machine.kind == "CPU"
     folder, finished = machine.train(
@@ -322,6 +357,10 @@ CASES = (
     Case("jit_compile_workers", _workers("jit_compile", "convolutions"), "convolutions"),
     *(Case(f"compression_{method.partition(':')[0]}", _compression(method)) for method in METHODS),
     Case("recovery", _recovery),
+    Case("elastic_workers", _elastic("--kill-at-step=20"), "elastic"),
+    Case("elastic_workers_x2", _elastic("--kill-at-step=20", workers=2, logical=2), "elastic"),
+    Case("elastic_flipped_bit", _elastic("--flip-at-step=20"), "elastic"),
+    Case("elastic_checked_gradients", _checked_gradients),
     Case("sharded_state_replicas", _replicas("adam", None, "--sharded"), "adam"),
     Case("sharded_state_workers", _workers("adam", None, "--sharded"), "adam"),
     Case("pipeline", _model_parallel("pipeline"), "adam"),

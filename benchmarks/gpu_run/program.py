@@ -30,6 +30,8 @@ def main() -> int:
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--gpu-of-rank", action="store_true", help="each worker takes the GPU of its rank")
     parser.add_argument("--kill-at-step", type=int, default=0)
+    parser.add_argument("--flip-at-step", type=int, default=0, help="of a bit of a weight")
+    parser.add_argument("--check-gradients", type=float, help="with kernels and precision as by default")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     if options.gpu_of_rank and "TF_CONFIG" in os.environ:
@@ -42,10 +44,11 @@ def _train(options: argparse.Namespace) -> int:
     import tensorflow as tf
 
     from gpu_run.outcomes import write
-    from gpu_run.trainings import TRAININGS, recovered
+    from gpu_run.trainings import TRAININGS, elastic, recovered
 
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    tf.config.experimental.enable_op_determinism()
+    if not options.check_gradients:
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(1)
     if options.strategy != "servers":  # whose chief does not compute
         divide_device(options.kind, options.logical, _MEGABYTES_OF_A_LOGICAL_GPU)
@@ -56,6 +59,9 @@ def _train(options: argparse.Namespace) -> int:
         try:
             if name == "recovered":
                 arrays, facts = recovered(strategy, options.folder, options.kill_at_step)
+            elif name == "elastic":
+                faults = {"kill_at_step": options.kill_at_step, "flip_at_step": options.flip_at_step}
+                arrays, facts = elastic(strategy, options.folder, **faults, check_gradients=options.check_gradients)
             else:
                 arrays, facts = TRAININGS[name](strategy)
             write(options.folder, rank, name, arrays, facts)

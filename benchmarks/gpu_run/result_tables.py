@@ -36,6 +36,10 @@ _WHAT = {
     "pipeline": ("two stages, two micro-batches", "`ModelParallelStrategy`, 2 logical GPUs"),
     "tensor_parallel": ("layers split over two columns", "`ModelParallelStrategy`, 2 logical GPUs"),
     "recovery": ("a worker is killed, `FailureRecovery`, `--max-restarts`", _WORKERS),
+    "elastic_workers": ("the CNN, `--elastic`: a worker is killed and joins again", "3 workers on the card"),
+    "elastic_workers_x2": ("the same", _X2),
+    "elastic_flipped_bit": ("the same, and a wrong bit is found by `WeightComparison`", "3 workers on the card"),
+    "elastic_checked_gradients": ("`WeightComparison(check_gradients=0.5)`, TensorFloat-32", "3 workers on the card"),
     "nccl_one_worker": ("NCCL, the CNN", "1 worker"),
     "nccl_two_workers": ("NCCL, the CNN", _WORKERS),
     "doctor": ("`tfdist doctor` names the GPUs", "–"),
@@ -44,6 +48,7 @@ _COMPRESSION = "compression_"
 _STRATEGIES = {
     "none": "one process, the whole batch",
     "tfdist-workers": "tfdist, two workers",
+    "tfdist-elastic-workers": "tfdist, two workers, elastic",
     "stock-workers": "stock `MultiWorkerMirroredStrategy`, RING",
     "tfdist-replicas": "tfdist, `MirroredStrategy`, two logical GPUs",
     "stock-replicas": "stock `MirroredStrategy`, two logical GPUs",

@@ -88,6 +88,7 @@ def _torch(machine: Machine, workers: int) -> dict[str, Any]:
 def _speed_workers(machine: Machine) -> dict[str, Any]:
     """Two workers on one card, of the same global batch as one process, PyTorch and TensorFlow's own strategy."""
     ours = ["mlp:tfdist-workers", "mlp:tfdist-workers+xla", *(f"mlp:tfdist-workers:{method}" for method in _METHODS)]
+    ours += ["mlp:tfdist-elastic-workers", "cnn:tfdist-elastic-workers"]
     ours += ["cnn:tfdist-workers", "cnn:tfdist-workers+xla", "mlp:tfdist-workers+loop", "cnn:tfdist-workers+loop"]
     alone = ["mlp:none", "mlp:none+xla", "cnn:none", "cnn:none+xla"]
     stock = ["mlp:stock-workers+loop", "cnn:stock-workers+loop"]
@@ -100,6 +101,7 @@ def _speed_workers(machine: Machine) -> dict[str, Any]:
         us = f"{model}:tfdist-workers"
         row.divide(f"{model} / PyTorch DDP", us, f"{model}:torch-ddp")
         row.divide(f"{model} / stock, RING, a loop both", f"{us}+loop", f"{model}:stock-workers+loop")
+        row.divide(f"{model}, elastic / not elastic", f"{model}:tfdist-elastic-workers", us)
         row.divide(f"{model} / one process", us, f"{model}:none")
         row.divide(f"{model} / one process, XLA both", f"{us}+xla", f"{model}:none+xla")
         row.divide(f"{model}, PyTorch DDP / PyTorch's one process", f"{model}:torch-ddp", f"{model}:torch-none")
@@ -124,10 +126,12 @@ def _speed_replicas(machine: Machine) -> dict[str, Any]:
 def _speed_tiny(machine: Machine) -> dict[str, Any]:
     """What `fit` adds to a step of a model with 20,000 parameters."""
     turns: dict[str, Any] = {"steps": 300, "rounds": 3}
+    both = ["tiny:tfdist-workers", "tiny:tfdist-elastic-workers"]
     row = _Row(_fitted(machine, "speed-tiny", ["tiny:none", "tiny:tfdist-workers"], **turns))
     row.rename("tiny:tfdist-workers", "tiny:tfdist, one worker")
-    row.add("", lambda: _fitted(machine, "speed-tiny-2", ["tiny:tfdist-workers"], launcher=WORKERS, **turns))
+    row.add("", lambda: _fitted(machine, "speed-tiny-2", both, launcher=WORKERS, **turns))
     row.divide("one worker / Keras", "tiny:tfdist, one worker", "tiny:none")
+    row.divide("two workers, elastic / not elastic", "tiny:tfdist-elastic-workers", "tiny:tfdist-workers")
     row.divide("two workers / Keras", "tiny:tfdist-workers", "tiny:none")
     return row.finished()
 

@@ -191,7 +191,7 @@ def _strategy(name: str, options: Any) -> Any:
 
     if kind == "tfdist-replicas":
         return MirroredStrategy(devices, compression=method or None)
-    return MultiWorkerMirroredStrategy(compression=method or None)
+    return MultiWorkerMirroredStrategy(compression=method or None, elastic=kind == "tfdist-elastic-workers")
 
 
 if __name__ == "__main__":

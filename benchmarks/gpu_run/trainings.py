@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ VECTORS = _random.normal(size=(SAMPLES, 64)).astype("float32")
 LABELS = _random.integers(0, CLASSES, size=SAMPLES).astype("int32")
 SAMPLE_WEIGHTS = (_random.integers(0, 5, size=SAMPLES) / 2).astype("float32")
 _OVERFLOWING_BATCH, _OVERFLOWING_ROW = 1, 13  # in the second half of a batch, that is on the last replica
+_ELASTIC_EPOCHS, _PASSES_OF_AN_EPOCH = 3, 10
+_FLIPPED_BIT = 6  # of a float32: smaller ones are lost in rounding
+_MISSING_STEP_SECONDS, _LONGEST_WAIT_SECONDS = 0.3, 60.0
 
 
 def convolutions(strategy: Any, *, policy: str = "float32", **compile_arguments: Any) -> Outcome:
@@ -99,6 +103,62 @@ def recovered(strategy: Any, folder: Path, kill_at_step: int) -> Outcome:
     return _weights(model), {"attempt": os.environ.get("TFDIST_ATTEMPT", "0")}
 
 
+def elastic(
+    strategy: Any,
+    folder: Path | None = None,
+    *,
+    kill_at_step: int = 0,
+    flip_at_step: int = 0,
+    check_gradients: float | None = None,
+) -> Outcome:
+    """Convolutions and batch statistics, while the last worker is lost once, or has a wrong bit, and joins again.
+
+    Steps are slow while it is missing, so that it joins before the end. With `check_gradients` gradients are compared.
+    """
+    from tfdist.callbacks import WeightComparison
+
+    rank, workers = getattr(strategy, "rank", 0), getattr(strategy, "num_workers", 1)
+    living: list[int] = []
+
+    class Faults(keras.callbacks.Callback):
+        """Kills this process or changes a weight, once, and notes how many train."""
+
+        steps, waits_until = 0, time.monotonic() + _LONGEST_WAIT_SECONDS
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            """Counts the steps."""
+            self.steps += 1
+            training = len(getattr(strategy, "living_ranks", ()))
+            if living[-1:] != [training]:
+                living.append(training)
+            if not training or folder is None:
+                return
+            mark = folder / "lost"
+            if rank == workers - 1 and training == workers and not mark.exists():
+                if kill_at_step and self.steps >= kill_at_step:
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if flip_at_step and self.steps >= flip_at_step:
+                    mark.touch()
+                    weight = self.model.trainable_variables[0]
+                    bits = weight.numpy().view(np.uint32)
+                    bits.flat[0] ^= 1 << _FLIPPED_BIT
+                    weight.assign(bits.view(np.float32))
+            if training < workers and time.monotonic() < self.waits_until:
+                time.sleep(_MISSING_STEP_SECONDS)
+
+    with strategy.scope():
+        model = _built(_convolution_layers)
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), _cross_entropy(), weighted_metrics=["accuracy"])
+    data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS, SAMPLE_WEIGHTS))
+    data = data.repeat(_PASSES_OF_AN_EPOCH).batch(BATCH_SIZE)
+    callbacks: list[Any] = [Faults()] if workers > 1 else []
+    if flip_at_step or check_gradients:
+        callbacks.append(WeightComparison(5, check_gradients=check_gradients))
+    arrays, facts = _fitted(model, data, IMAGES, epochs=_ELASTIC_EPOCHS, callbacks=callbacks)
+    return arrays, {**facts, "living": living}
+
+
 TRAININGS: dict[str, Callable[..., Outcome]] = {
     "convolutions": convolutions,
     "adam": adam,
@@ -107,6 +167,7 @@ TRAININGS: dict[str, Callable[..., Outcome]] = {
     "overflow": overflow,
     "jit_compile": lambda strategy: convolutions(strategy, jit_compile=True),
     "compressed": compressed,
+    "elastic": elastic,
 }
 
 
@@ -148,8 +209,10 @@ def _cross_entropy() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def _fitted(model: keras.Model, data: Any, inputs: np.ndarray, *, epochs: int) -> Outcome:
-    history = model.fit(data, epochs=epochs, verbose=0, shuffle=False).history
+def _fitted(
+    model: keras.Model, data: Any, inputs: np.ndarray, *, epochs: int, callbacks: Sequence[Any] = ()
+) -> Outcome:
+    history = model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks)).history
     logs = {f"log {name}": np.asarray(values, "float64") for name, values in history.items()}
     predicted = model.predict(inputs, batch_size=BATCH_SIZE, verbose=0)
     device = model.trainable_variables[0].value.device

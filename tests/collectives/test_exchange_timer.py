@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from graph_ancestors import ancestors
+from tensorflow.python.framework import config
 
 from tfdist.collectives.exchange_timer import (
     ExchangeDurations,
@@ -100,7 +101,7 @@ def test_what_overlaps_counts_once(cpus, monkeypatch):
     # The gradients, the first collective's input and result, the second one's, the sums.
     readings = iter(np.int64([1000, 1010, 1110, 1020, 1130, 1140]))
     clock = lambda: tf.constant(next(readings) / 1e9, tf.float64)  # noqa: E731
-    monkeypatch.setattr("tfdist.tensorflow_internals.operation_order._seconds", clock)
+    monkeypatch.setattr("tfdist.tensorflow_internals.operation_order.seconds_since_1970", clock)
     timer, ones = ExchangeTimer(cpus[0]), tf.ones([2])
     group, _ = begin_bucket(TimedGroup(SlowGroup(), timer, "method"), [ones])
     end_bucket(group, [group.sum(ones), group.gather(ones)])
@@ -154,7 +155,16 @@ def test_what_is_timed_waits_for_the_clock_in_the_graph(cpus):
     assert all(first in ancestors(then) for first, then in itertools.pairwise(chain))
 
 
-def test_labels_and_buckets(cpus):
+@pytest.fixture(params=[False, True], ids=["", "deterministic"])
+def maybe_deterministic(request):
+    """Determinism of operations, with which TensorFlow refuses to run its own clock."""
+    if request.param:
+        tf.config.experimental.enable_op_determinism()
+    yield
+    config.disable_op_determinism()
+
+
+def test_labels_and_buckets(cpus, maybe_deterministic):
     timer = ExchangeTimer(cpus[0])
 
     @tf.function

@@ -23,7 +23,7 @@ def set_clock(monkeypatch, seconds):
     """Has the clock show `seconds`, one after another."""
     readings = iter(seconds)
     read = lambda: np.float64(next(readings))  # noqa: E731
-    monkeypatch.setattr(operation_order, "_seconds", lambda: tf.numpy_function(read, [], tf.float64))
+    monkeypatch.setattr(operation_order, "seconds_since_1970", lambda: tf.numpy_function(read, [], tf.float64))
 
 
 def step(timer, data, *, waits=False, sums=False, gradients=True, twice=False, compute=tf.identity):

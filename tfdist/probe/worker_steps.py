@@ -18,7 +18,7 @@ from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
 from tfdist.probe.process_usage import idle_seconds, peak_bytes, reset_peak, timed, work_seconds
-from tfdist.tensorflow_internals.operation_order import after_clocks
+from tfdist.tensorflow_internals.operation_order import after_clocks, seconds_since_1970
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _FIRST_STEPS = 2  # left out: they trace, compile and fill caches
@@ -81,7 +81,7 @@ class SeenGradients:
         times = []
         for members, variable in zip(groups, self._times[key], strict=True):
             with tf.control_dependencies(members):
-                times.append(tf.timestamp())
+                times.append(seconds_since_1970())
             variable.assign(times[-1])
         return after_clocks(times, tensors)
 

@@ -1,6 +1,7 @@
 """The order in which a `tf.function` runs operations: of several replicas, of independent calls, and of the clock."""
 
 import contextvars
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,9 @@ _with_autograph = private(
 _LOOPS = tuple(
     private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a loop, where no sum may be")
     for name in ("WhileBodyFuncGraph", "WhileCondFuncGraph")
+)
+_is_deterministic = private(
+    "tensorflow.python.framework.config:is_op_determinism_enabled", "tells whether the clock must not be TensorFlow's"
 )
 _BETWEEN_REPLICAS = -1
 _graph_of_replicas: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_graph_of_replicas", default=None)
@@ -203,6 +207,16 @@ def _run_after(operation: Any, earlier: Any) -> None:
     )
 
 
+def seconds_since_1970() -> tf.Tensor:
+    """Returns the time when this operation runs, a float64 scalar; also with `enable_op_determinism`."""
+    if not _is_deterministic():
+        return tf.timestamp()
+    # TensorFlow refuses to run its own clock then. This one takes longer, as it needs Python's lock.
+    seconds = tf.numpy_function(time.time, [], tf.float64)
+    seconds.set_shape(())
+    return seconds
+
+
 def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
     """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar on `host`.
 
@@ -213,7 +227,7 @@ def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
     `ready` are tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
     """
     with tf.control_dependencies(_values(ready)), tf.device(host):
-        seconds = _seconds()
+        seconds = seconds_since_1970()
         # Later operations, including other replicas' collectives, would wait for it.
         leave_unordered(seconds)
         return tf.cast(seconds * 1e9, tf.int64)  # to 256 ns
@@ -232,7 +246,3 @@ def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[
 
 def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
     return [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
-
-
-def _seconds() -> tf.Tensor:
-    return tf.timestamp()
