@@ -88,11 +88,12 @@ def _torch(machine: Machine, workers: int) -> dict[str, Any]:
 def _speed_workers(machine: Machine) -> dict[str, Any]:
     """Two workers on one card, of the same global batch as one process, PyTorch and TensorFlow's own strategy."""
     ours = ["mlp:tfdist-workers", "mlp:tfdist-workers+xla", *(f"mlp:tfdist-workers:{method}" for method in _METHODS)]
-    ours += ["mlp:tfdist-elastic-workers", "cnn:tfdist-elastic-workers"]
     ours += ["cnn:tfdist-workers", "cnn:tfdist-workers+xla", "mlp:tfdist-workers+loop", "cnn:tfdist-workers+loop"]
+    elastic = [f"{model}:tfdist-elastic-workers" for model in ("mlp", "cnn")]  # all strategies of a process, or none
     alone = ["mlp:none", "mlp:none+xla", "cnn:none", "cnn:none+xla"]
     stock = ["mlp:stock-workers+loop", "cnn:stock-workers+loop"]
     row = _Row(_fitted(machine, "speed-workers", ours, launcher=WORKERS))
+    row.add("", lambda: _fitted(machine, "speed-elastic", elastic, launcher=WORKERS))
     row.add("", lambda: _fitted(machine, "speed-one", alone))
     row.add("stock workers, RING", lambda: _fitted(machine, "speed-stock", stock, launcher=WORKERS))
     row.add("torch ddp", lambda: _named(_torch(machine, 2), "torch-ddp"))
@@ -126,10 +127,11 @@ def _speed_replicas(machine: Machine) -> dict[str, Any]:
 def _speed_tiny(machine: Machine) -> dict[str, Any]:
     """What `fit` adds to a step of a model with 20,000 parameters."""
     turns: dict[str, Any] = {"steps": 300, "rounds": 3}
-    both = ["tiny:tfdist-workers", "tiny:tfdist-elastic-workers"]
     row = _Row(_fitted(machine, "speed-tiny", ["tiny:none", "tiny:tfdist-workers"], **turns))
     row.rename("tiny:tfdist-workers", "tiny:tfdist, one worker")
-    row.add("", lambda: _fitted(machine, "speed-tiny-2", both, launcher=WORKERS, **turns))
+    row.add("", lambda: _fitted(machine, "speed-tiny-2", ["tiny:tfdist-workers"], launcher=WORKERS, **turns))
+    elastic = ["tiny:tfdist-elastic-workers"]
+    row.add("", lambda: _fitted(machine, "speed-tiny-elastic", elastic, launcher=WORKERS, **turns))
     row.divide("one worker / Keras", "tiny:tfdist, one worker", "tiny:none")
     row.divide("two workers, elastic / not elastic", "tiny:tfdist-elastic-workers", "tiny:tfdist-workers")
     row.divide("two workers / Keras", "tiny:tfdist-workers", "tiny:none")
