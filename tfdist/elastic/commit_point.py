@@ -50,7 +50,8 @@ class CommitPoint:
         self._ask(self._answer)
 
     def _answer(self, refusal: str) -> None:
-        # A step of few milliseconds would notice the wrappers of TensorFlow.
+        # Often on the thread of the connections, with its lock: this waits for nothing, as the queue is never full, and
+        # what follows in the graph runs on threads of TensorFlow. A short step would notice TensorFlow's wrappers.
         answer = tf.constant(refusal) if refusal else self._agreed
         tf.raw_ops.QueueEnqueueV2(handle=self._answers.queue_ref, components=[answer])
         self._is_answered.set()
