@@ -7,7 +7,8 @@
     python benchmarks/elastic.py --parts torchft --torch-python PATH    the same faults with torchft
     python benchmarks/elastic.py --from-json       prints and draws the last results again
 
-*cost*: the median time from the end of a step to the end of the next, in runs that alternate.
+*cost*: the median time from the end of a step to the end of the next, in runs that alternate; of a model of 10 M
+parameters, and of one with which a step takes 5 ms on this machine without `--elastic`.
 
 *faults*: the time from a kill to the end of the next step of the others, beyond a usual step; from the moment in which
 a new process is ready to its first step with rows; the slowest step of the others meanwhile; and the part of the run
@@ -51,7 +52,8 @@ _FILE = _ROOT / "results" / "elastic.json"
 _WORKER = _ROOT / "elastic_run" / "worker.py"
 _TORCHFT_WORKER = _ROOT / "elastic_run" / "torchft_worker.py"
 _WARM_UP_STEPS = 10
-_COSTS = {"10 M parameters": (10 * _MILLION, 60), "steps of 5 ms": (20_000, 400)}
+_SHORT_STEP_MS, _LEAST_PARAMETERS, _MOST_SEARCHES = 5.0, 1000, 8
+_TOLERANCE = 0.05  # of the length of short steps
 _SECONDS_BETWEEN_FAULTS, _STOPPED_SECONDS = (15.0, 35.0), 15.0
 _STANDS_STILL_SECONDS = 2.0
 _SECONDS_OF_RANDOM_STEP, _STEPS_WITHOUT_FAULTS = 0.075, 200  # about; at the end
@@ -101,15 +103,41 @@ def step_times(events: list[Event], rank: int) -> list[float]:
     return [later - earlier for earlier, later in zip(ends[_WARM_UP_STEPS:], ends[_WARM_UP_STEPS + 1 :], strict=False)]
 
 
+def median_step_ms(options: list[str], **training: Any) -> float:
+    """Returns the median step time of two workers, in milliseconds."""
+    return 1000 * statistics.median(step_times(run(2, options, **training).events, 0))
+
+
+def parameters_of_step(milliseconds: float) -> int:
+    """Returns with how many parameters a step of two workers takes about so long on this machine.
+
+    If a step of the smallest model takes longer, that is the answer.
+    """
+    low, high = _LEAST_PARAMETERS, 10 * _MILLION
+    for _ in range(_MOST_SEARCHES):
+        parameters = round((low * high) ** 0.5)
+        found = median_step_ms([], parameters=parameters, steps=300)
+        print(f"  {parameters:,} parameters: {found:.2f} ms", file=sys.stderr, flush=True)
+        if abs(found / milliseconds - 1) < _TOLERANCE:
+            break
+        low, high = (low, parameters) if found > milliseconds else (parameters, high)
+    return parameters
+
+
 def measure_cost(rounds: int) -> dict[str, Any]:
     """Returns the median step times without and with `--elastic`, by model and round, in milliseconds."""
+    short = parameters_of_step(_SHORT_STEP_MS)
+    costs = {"10 M parameters": (10 * _MILLION, 60), f"steps of 5 ms, {short:,} parameters": (short, 1000)}
     results: dict[str, Any] = {}
-    for name, (parameters, steps) in _COSTS.items():
-        pairs = []
-        for _ in range(rounds):
-            plain = run(2, [], parameters=parameters, steps=steps).events
-            elastic = run(2, ["--elastic", "1"], parameters=parameters, steps=steps).events
-            pairs.append([1000 * statistics.median(step_times(events, 0)) for events in (plain, elastic)])
+    for name, (parameters, steps) in costs.items():
+        pairs: list[list[float]] = []
+        for number in range(rounds):
+            pair = {}
+            # In turns: the machine may become slower or faster meanwhile.
+            for is_elastic in (bool(number % 2), not number % 2):
+                options = ["--elastic", "1"] if is_elastic else []
+                pair[is_elastic] = median_step_ms(options, parameters=parameters, steps=steps)
+            pairs.append([pair[False], pair[True]])
             print(f"  {name}: {pairs[-1][0]:.2f} ms, elastic {pairs[-1][1]:.2f} ms", file=sys.stderr, flush=True)
         results[name] = pairs
     return results

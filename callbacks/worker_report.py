@@ -276,7 +276,8 @@ def _table(title: str, done: Sequence[Any], seconds: float) -> list[str]:
 
 def _check_strategy(strategy: Any) -> None:
     ours = training_strategy(strategy)
-    has_shares = ours.row_shares is not None and ours.local_updates is None  # times are not exchanged between these
+    measures = ours.row_shares is not None and ours.row_shares.measures
+    has_shares = measures and ours.local_updates is None  # times are not exchanged between these
     if not ours.worker_stats and not has_shares:
         raise ValueError(
             "WorkerReport is for workers that push to parameter servers, or share the rows of a batch. Received: a "

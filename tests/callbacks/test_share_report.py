@@ -21,7 +21,7 @@ class Shares:
     """Workers that share the rows of batches."""
 
     def __init__(self, *stats):
-        self.now = stats
+        self.now, self.measures = stats, True
 
     def stats(self):
         return self.now
@@ -68,4 +68,12 @@ def test_workers_that_train_by_themselves_do_not_know_each_others_times(clock):
     training.strategy.worker_stats, training.strategy.row_shares = (), Shares(ShareStats())
     training.strategy.local_updates = object()
     with pytest.raises(ValueError, match="WorkerReport is for workers that push to parameter servers, or share"):
+        training.report.on_train_begin()
+
+
+def test_workers_that_may_be_lost_know_each_others_times_only_if_rows_are_shared_on_request(clock):
+    training = Training(clock)
+    training.strategy.worker_stats, training.strategy.row_shares = (), Shares(ShareStats())
+    training.strategy.row_shares.measures = False
+    with pytest.raises(ValueError, match=r"Expected: .*MultiWorkerMirroredStrategy\(load_balancing=True\)"):
         training.report.on_train_begin()

@@ -1,9 +1,12 @@
 """Workers of an elastic training are lost and join at every point, and each step counts on all or on none."""
 
 import random
+import threading
 
 import pytest
-from thread_workers import Faults, ThreadWorkers, training, wait_until
+from thread_workers import LIMIT_SECONDS, Faults, ThreadWorkers, training, wait_until
+
+from tfdist.membership.membership_errors import LeftWorkersError
 
 
 @pytest.fixture
@@ -148,3 +151,23 @@ def test_workers_are_lost_and_join_at_random(events: int, seed: int) -> None:
         wait_until(lambda: all(w.trains or not w.thread.is_alive() for w in workers.all), "all have joined or ended")
         workers.wait_for_steps(*[worker.rank for worker in workers.trained])
         workers.finish()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("rank", [0, 1])  # who says `ready` after its step, or within it
+def test_a_step_does_not_wait_for_connections_that_have_failed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_failed = threading.Event()
+
+    def fail() -> None:
+        raise OSError("of the connections")
+
+    with training(2) as workers:
+        worker, other = workers.of_rank(rank), workers.of_rank(1 - rank)
+        other.after_exchange = lambda: has_failed.wait(LIMIT_SECONDS)
+        wait_until(lambda: worker.membership._agreed.is_ready, "it waits for the other one")
+        monkeypatch.setattr(worker.membership, "_check_silence", fail)
+        wait_until(lambda: worker.error is not None, "it ends")
+        assert isinstance(worker.error, LeftWorkersError)
+        assert "of the connections" in str(worker.error)
+        has_failed.set()
+        workers.wait_for_steps(1 - rank)

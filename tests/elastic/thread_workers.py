@@ -1,5 +1,6 @@
 """Workers of an elastic training as threads of one process: real sockets, and steps whose results are known."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -156,8 +157,11 @@ class ThreadWorker:
         for _ in range(self.exchanges_of_step):
             total = self.exchange.channel(STEPS).all_reduce(np.full(4, step * rows))
         self.after_exchange()
-        if self._state.writes_late and (refusal := self.transactions.may_write()):
-            raise tf.errors.InvalidArgumentError(None, None, refusal)
+        if self._state.writes_late:
+            answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+            self.transactions.ask_to_write(answers.put)
+            if refusal := answers.get():
+                raise tf.errors.InvalidArgumentError(None, None, refusal)
         self._state.values = self._state.values + total
 
     def _sum_over_workers(self, values: Any) -> Any:

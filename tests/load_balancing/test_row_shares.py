@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.load_balancing import row_shares
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.load_balancing.share_planning import LoadBalancing
 
@@ -102,6 +103,41 @@ def test_who_repeats_steps_follows_the_shares_of_the_others_through_losses():
         one.give_rows_to([0, 2 + 2 * 3])
     np.testing.assert_array_equal(trained[0].state, late.state)
     assert [int(end) for one in (trained[0], late) for _, end in one.bounds(60)] == [30, 60]
+
+
+@pytest.mark.parametrize("devices", [(1, 1, 1), (2, 2, 2)])
+def test_workers_that_may_be_lost_are_timed_only_for_their_shares(devices, monkeypatch):
+    """Without, only who computes is exchanged, and Python is called only when that changes."""
+    assert elastic(0).timers
+    assert RowShares(devices, 0, "CPU:0", [1, 2, 3], None, process=1).timers
+    plain = [RowShares(devices, rank, "CPU:0", None, None, process=process) for rank, process in enumerate((1, 1, 3))]
+    assert not any(one.timers for one in plain)
+    *trained, late = plain
+    for one in trained:
+        one.give_rows_to([0, 1])
+    late.take_no_rows()
+    late.state.assign(trained[0].state)
+    calls, among = [], row_shares.planning.among
+    monkeypatch.setattr(row_shares.planning, "among", lambda *arguments: calls.append(1) or among(*arguments))
+
+    def make_step(*workers):
+        replicas = [(one, rank * devices[0] + device) for rank, one in workers for device in range(devices[0])]
+        total = tf.add_n([one.report(replica, None, 2) for one, replica in replicas])
+        assert total[-1] == 2 * len(replicas)
+        for _, one in {(0, late), *workers}:
+            one.add_step(total)
+        return [int(end) for _, end in late.bounds(60)][-1]
+
+    for _ in range(2):
+        assert make_step((0, trained[0]), (1, trained[1])) == 60
+    assert not calls
+    trained[0].give_rows_to([0])
+    calls.clear()
+    assert late.state.numpy()[row_shares.planning.SHARE].tolist() == [devices[0]] * 2 + [0]
+    make_step((0, trained[0]))
+    assert len(calls) == 1, "on the one that repeats the step"
+    np.testing.assert_array_equal(trained[0].state, late.state)
+    assert late.state.numpy()[row_shares.planning.SHARE].tolist() == [devices[0], 0, 0]
 
 
 def moved():

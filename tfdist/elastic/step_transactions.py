@@ -342,23 +342,27 @@ class StepTransactions:
         Then what it writes need not be kept, which would take memory and the time to fill it.
         """
         if self._commit_point is None:
-            self._commit_point = CommitPoint(self.may_write)
+            self._commit_point = CommitPoint(self.ask_to_write)
         add = self._commit_point.add
         self._written.trace(lambda variables: write_after(variables, self._handles(), add))
 
-    def may_write(self) -> str:
-        """Waits until the step that is running counts; returns an empty string, or why it must write nothing.
+    def ask_to_write(self, answer: Callable[[str], None]) -> None:
+        """Calls `answer` once it is known whether the step that is running counts: with "", or why it must not write.
 
         A step calls this once, when it has all sums, or not at all.
         """
         outcome = self._outcome
         if outcome is None:  # this worker repeats a step that counts, or computes by itself
-            return ""
-        try:
-            outcome.counts = self.group.membership.commit(self._view)
-        except Exception as error:  # raised where the step was called
-            outcome.error = error
-        return "" if outcome.counts else "The step does not count: a worker is lost."
+            return answer("")
+
+        def know(counts: bool | Exception) -> None:
+            if isinstance(counts, Exception):  # raised where the step was called
+                outcome.error = counts
+            else:
+                outcome.counts = counts
+            answer("" if outcome.counts else "The step does not count: a worker is lost.")
+
+        return self.group.membership.commit_then(self._view, know)
 
     @contextmanager
     def _settled_on_error(self) -> Iterator[None]:

@@ -47,6 +47,10 @@ class RowShares:
     """Divides the rows of global batches among the replicas of all workers.
 
     All workers hold equal values: what they measure is exchanged, and each computes the same shares from it.
+
+    Attributes:
+        measures: Whether times are measured. Where workers may be lost, and nobody has asked for shares, they are not:
+            a step of few milliseconds would notice the clocks.
     """
 
     def __init__(
@@ -76,7 +80,8 @@ class RowShares:
             # Apart from the shares, which are equal on all workers, as a worker that joins repeats steps without rows.
             self._takes_rows = ResourceVariable(1, dtype=tf.int64, trainable=False, name="takes_rows")
             self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
-        self.timers = [StepTimer(host) for _ in range(devices[rank])]
+        self.measures = options is not None or shares is not None or not process
+        self.timers = [StepTimer(host) for _ in range(devices[rank])] if self.measures else []
 
     def bounds(self, rows: int | tf.Tensor, *, is_filled: bool = False) -> list[tuple[Any, Any]]:
         """Returns the first row and the end of the rows of each local replica in a global batch of `rows`.
@@ -109,13 +114,15 @@ class RowShares:
         """Returns what a replica reports in a step; the reports of all replicas are added up.
 
         `replica` counts over all workers. `measured` is the last step of this replica, as `TimedStep.last`; `None` in
-        `evaluate`.
+        `evaluate`, or if nothing is measured.
         """
         own_rows = tf.reshape(tf.cast(rows, tf.float32), [1])
-        if measured is None:
+        if measured is None and self.measures:
             return own_rows
-        after = _OF_REPLICA * (sum(self._devices) - replica - 1)
-        parts = [tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after])]
+        parts = []
+        if measured is not None:
+            after = _OF_REPLICA * (sum(self._devices) - replica - 1)
+            parts = [tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after])]
         if self._process:  # says who computes the step
             is_first = replica == sum(self._devices[: self._rank])
             parts.append(tf.one_hot(self._rank, len(self._devices), float(self._process if is_first else 0)))
@@ -125,8 +132,17 @@ class RowShares:
         """Stores the sum of the replicas' reports of a training step, and divides the rows again if it is time."""
         with tf.device(self._host):
             state = tf.convert_to_tensor(self._state)
-            changed = tf.numpy_function(self._after_step, [state, report], tf.float64, stateful=False)
-            self._state.assign(tf.ensure_shape(changed, state.shape))
+
+            def after_step() -> tf.Tensor:
+                changed = tf.numpy_function(self._after_step, [state, report], tf.float64, stateful=False)
+                return tf.ensure_shape(changed, state.shape)
+
+            if self.measures:
+                self._state.assign(after_step())
+            else:  # without a call of Python, unless other workers compute than before
+                processes = tf.cast(report[: len(self._devices)], tf.float64)
+                are_same = tf.reduce_all(tf.equal(processes, state[planning.PROCESS]))
+                self._state.assign(tf.cond(are_same, lambda: tf.identity(state), after_step))
 
     def give_rows_to(self, workers: Sequence[int]) -> None:
         """Divides rows among some workers only, this one too. Call this eagerly.
@@ -175,6 +191,8 @@ class RowShares:
                 self._state.assign(state)
 
     def _after_step(self, state: np.ndarray, report: np.ndarray) -> np.ndarray:
+        if not self.measures:
+            return planning.among(state, report[: len(self._devices)], self._first, self._options)
         of_replicas = report[: _OF_REPLICA * sum(self._devices)].reshape([-1, _OF_REPLICA]).astype(np.float64)
         first = np.cumsum([0, *self._devices[:-1]])
         seconds = np.maximum.reduceat(of_replicas[:, 0], first)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tfdist.exchange.group_listener import Encryption, GroupListener
 from tfdist.membership.agreement import Agreement
+from tfdist.membership.commit_requests import Answer, CommitRequests, Waiting, answer_of
 from tfdist.membership.decisions import NO_VIEW, View
 from tfdist.membership.meeting import Meeting, new_number
 from tfdist.membership.membership_errors import (
@@ -99,6 +100,7 @@ class Membership:
         self._followed = NO_VIEW  # the view in which this worker exchanges
         self._was_over = self._is_closed = False
         self._failure: BaseException | None = None
+        self._commits = CommitRequests(self._waiting)
         self._thread: threading.Thread | None = None
         self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._meeting = Meeting(
@@ -198,10 +200,7 @@ class Membership:
                 function()
 
     def commit(self, view: View) -> bool:
-        """Says that this worker has all sums of its step; returns whether all have them.
-
-        Args:
-            view: The view in which the step was computed. If it has ended, the step does not count.
+        """Says that this worker has all sums of its step, computed in `view`; returns whether all have them.
 
         Returns:
             True: the step counts on all workers that continue. False: its writes must be taken back, and it is computed
@@ -210,14 +209,13 @@ class Membership:
         Raises:
             ExcludedWorkerError, NoMajorityError, LeftWorkersError: See `wait_for_view`.
         """
-        agreement = self._agreed
+        return answer_of(lambda answer: self.commit_then(view, answer))
+
+    def commit_then(self, view: View, answer: Answer) -> None:
+        """Like `commit`, but returns at once: `answer` gets what that returns or raises, here or on another thread."""
         with self._changed:
-            step = agreement.committed + 1
-            if agreement.view == view:
-                agreement.has_sums()
-                self._note_change()
-            self._wait_until(lambda: agreement.committed >= step or agreement.view != view)
-            return agreement.committed >= step
+            self._commits.ask(self._agreed, view, answer)
+            self._note_change()
 
     def has_replayed(self, step: int, *, is_ready: bool) -> None:
         """This worker, which joins, has the state after a step; `is_ready` says that it may be taken in."""
@@ -298,6 +296,7 @@ class Membership:
                 return
             self._is_closed = True
             os.eventfd_write(self._wakes, 1)
+            self._commits.answer_if_known()
             self._changed.notify_all()
             self._on_change()
         self._meeting.close()
@@ -380,6 +379,11 @@ class Membership:
             raise ExcludedWorkerError(self.rank)
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        for _ in self._waiting(is_over):
+            self._changed.wait(self._beat_seconds)
+
+    def _waiting(self, is_over: Callable[[], bool]) -> Waiting:
+        """Yields until something is over; raises an error if that cannot come any more."""
         limit: float | None = None
         while not is_over():
             self._check_usable()
@@ -390,7 +394,7 @@ class Membership:
                 limit = time.monotonic() + self._majority_seconds
             elif time.monotonic() > limit:
                 raise NoMajorityError(obstacle, self._majority_seconds, self._ranks)
-            self._changed.wait(self._beat_seconds)
+            yield
 
     def _serve(self) -> None:
         try:
@@ -400,6 +404,7 @@ class Membership:
             with self._changed:
                 self._failure = error
                 self._close_connections()
+                self._commits.answer_if_known()
                 self._changed.notify_all()
             raise
 
@@ -429,6 +434,7 @@ class Membership:
                 self._check_silence()
                 self._agreed.tick(time.monotonic())
                 self._note_change()
+                self._commits.answer_if_known()
                 self._changed.notify_all()
 
     def _note_change(self) -> None:

@@ -202,7 +202,9 @@ class SharedRows:
         for step in self.steps if within_worker else ():
             step.samples_of_worker = tf.cast(total, tf.float32)
 
-    def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep:
+    def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep | None:
+        if not self._shares.measures:
+            return None
         timer = self._shares.timers[self._local_replica()]
         return timer.start(tensors_in(data), _some_weights(model), step.samples)
 
