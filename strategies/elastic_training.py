@@ -20,6 +20,7 @@ from tfdist.strategies import exchange_start
 from tfdist.training.metric_totals import MetricTotals
 
 _ACCUMULATION = "_tfdist_elastic_accumulation"
+_TRACE = "_tfdist_elastic_trace"
 _REFUSED = {
     "communication_options": "NCCL has a fixed group of workers",
     "overlap_steps": "an exchange in the background belongs to no step, so it cannot be taken back with one",
@@ -151,7 +152,7 @@ class ElasticTraining:
 
     def fit_callbacks(self) -> list[Any]:
         """Returns the callback that `fit` has besides those of the user."""
-        return [ElasticFit(self._transactions, self.coordination, self._has_state_of_another)]
+        return [ElasticFit(self._transactions, self.coordination, self._trace_step, self._has_state_of_another)]
 
     def run_update(self, model: Any, update: Callable[[], None]) -> None:
         """Applies what the optimizer of a model has accumulated, on all workers or on none."""
@@ -164,13 +165,16 @@ class ElasticTraining:
         """Calls `update`, which writes the `tf.Variable`s that `find` returns, on all workers or on none."""
         self._transactions.run(update, WrittenVariables(find))
 
-    def step_function(self, model: Any, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def step_function(
+        self, model: Any, name: str, function: Callable[[Any], Any], trace: Callable[[Any], None] | None = None
+    ) -> Callable[[Any], Any]:
         """Returns a function that runs a step of the model on a batch: it counts on all workers or on none.
 
         Args:
             model: The model.
             name: "train", "test" or "predict".
             function: Runs the step on a batch. It is called again if a worker is lost meanwhile.
+            trace: Traces its graph for batches of a structure of `tf.TypeSpec`s.
         """
         if name == "predict":
             return lambda data: self._transactions.run(lambda: function(data), NOTHING)
@@ -178,10 +182,15 @@ class ElasticTraining:
             check_updates(model)
         run: Callable[[Callable[[], Any]], Any]
         if name == "train" and accumulates(model):
-            run = self._accumulation_of(model, is_new=True).run
+            written: Any = self._accumulation_of(model, is_new=True)
+            run = written.run
         else:
-            run = functools.partial(self._transactions.run, written=self._written_by(model))
+            written = self._written_by(model)
+            run = functools.partial(self._transactions.run, written=written)
         has_totals = name != "train" or not self._is_local
+        if name == "train" and trace is not None:
+            # Bypasses Keras' tracking of attributes.
+            object.__setattr__(model, _TRACE, lambda spec: self._transactions.trace(lambda: trace(spec), written))
 
         def run_step(batch: Any) -> Any:
             self._has_totals = has_totals
@@ -222,6 +231,9 @@ class ElasticTraining:
         strategy: Any = self._strategy()
         written: WrittenVariables = strategy.written_variables(model)
         return written
+
+    def _trace_step(self, model: Any, element_spec: Any) -> None:
+        getattr(model, _TRACE)(element_spec)
 
     def _has_state_of_another(self, model: Any) -> None:
         self._take_no_rows()

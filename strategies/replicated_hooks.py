@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.model_introspection import trace_step
 from tfdist.keras_internals.model_state import SEED, WEIGHT, OptimizerState, components, model_variables, optimizers_of
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
 from tfdist.strategies.exchange_start import raise_failed_exchange
@@ -127,7 +128,8 @@ def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
 
     run = run_on_batch if last_batch is None else last_batch.kept_by(run_on_batch)
     run = run if guard is None else guard.before_attempts(run)
-    run = run if elastic is None else elastic.step_function(model, name, run)
+    if elastic is not None:
+        run = elastic.step_function(model, name, run, functools.partial(trace_step, function))
     return _one_step_at_a_time(model, run if guard is None else guard.after_step(run))
 
 

@@ -37,6 +37,7 @@ FAULTS = {
 }
 # By training: the rank on which a bit of a weight changes, and the step after which it does.
 FLIPS = {"chief_is_lost": (2, 30)}
+TRACED_EARLY = ("two_are_lost", "compressed", "accumulated")  # by workers that join, before they have the state
 _LONGEST_WAIT_SECONDS = 120.0
 # By training: when `FailureRecovery` saves. In "recovered" rank 0 is lost before it commits the save after step 20, and
 # the two others after step 33.
@@ -60,7 +61,8 @@ def main(folder, name=None):
     from tfdist.callbacks import FailureRecovery
     from tfdist.checkpoint import CheckpointStore
     from tfdist.checkpoint.sharded_save import ShardedSave
-    from tfdist.strategies import MultiWorkerMirroredStrategy
+    from tfdist.keras_internals import model_introspection
+    from tfdist.strategies import MultiWorkerMirroredStrategy, replicated_hooks
 
     def saved(name, rank):
         """Writes what `FailureRecovery` will find, and returns it."""
@@ -95,13 +97,14 @@ def main(folder, name=None):
             super().__init__()
             self._name, self._strategy, self._trained = name, strategy, model
             self._waits_until = time.monotonic() + _LONGEST_WAIT_SECONDS
-            self._epoch = 0
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self._epoch = epoch
+            self._epoch = None
 
         def on_train_batch_end(self, batch, logs=None):
-            step = elastic_fits.STEPS * self._epoch + batch + 1
+            if self._epoch is None:
+                optimizer = self._trained.optimizer
+                step = int(getattr(optimizer, "inner_optimizer", optimizer)._iterations.numpy())
+            else:
+                step = elastic_fits.STEPS * self._epoch + batch + 1
             strategy = self._strategy
             living = strategy.living_ranks
             is_complete = len(living) == strategy.num_workers
@@ -132,6 +135,19 @@ def main(folder, name=None):
             elif living and not is_complete and self._name != last and time.monotonic() < self._waits_until:
                 time.sleep(0.5 * self._trained.steps_per_execution)
 
+    class FaultsOfEpochs(Faults):
+        """Counts steps itself. With a callback that begins epochs, a worker that joins traces its step later."""
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self._epoch = epoch
+
+    trace, traced = model_introspection.trace_step, []
+
+    def noted_trace(function, spec):
+        trace(function, spec)
+        traced.append(str(spec))
+
+    replicated_hooks.trace_step = noted_trace
     elastic_fits.move_shares()
     fits, last = {**elastic_fits.FITS, "diloco": local_fits.diloco}, "diloco"
     if name is not None:
@@ -145,13 +161,15 @@ def main(folder, name=None):
         if name != "recovered" and any(folder.glob(f"{name}-?.npz")):
             elastic_fits.skip(strategy)  # would be computed by this worker alone, which takes long
             continue
-        faults = functools.partial(Faults, name, strategy)
+        faults = functools.partial(Faults if name in TRACED_EARLY else FaultsOfEpochs, name, strategy)
+        traced.clear()
         recovery = [saved(name, strategy.rank)] if name in SAVES else []
         results = fit(strategy, own, lambda model, faults=faults, recovery=recovery: [faults(model), *recovery])
         if "load_balancing" in options.get(name, {}):
             results["shares"] = strategy.row_shares.state.numpy()
         if strategy.living_ranks:  # one that is started again computes earlier trainings by itself
             np.savez(folder / f"{name}-{strategy.rank}.npz", **results)
+            (folder / f"{name}-{strategy.rank}.traced").write_text(json.dumps(traced))
 
 
 if __name__ == "__main__":

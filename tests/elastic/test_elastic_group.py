@@ -25,6 +25,23 @@ def test_a_worker_is_lost_and_its_rank_joins(rank: int) -> None:
         workers.finish()
 
 
+def test_a_worker_that_joins_does_something_else_while_its_state_is_on_its_way() -> None:
+    """The memory of what it receives is such that TensorFlow takes it without a copy."""
+    with training(2) as workers:
+        workers.of_rank(1).kill()
+        workers.wait_for_steps(0)
+        gate, results = threading.Event(), []
+        workers.of_rank(0).before_state = lambda: gate.wait(60)
+        late = workers.start(1, meanwhile=gate.set)
+        wait_until(lambda: hasattr(late, "group"), "it starts")
+        take = late.group.log.result
+        late.group.log.result = lambda *call: results.append(take(*call)) or results[-1]
+        workers.wait_for_steps(0, 1)
+        assert gate.is_set()
+        assert all(result.ctypes.data % 64 == 0 for result in results)
+        workers.finish()
+
+
 def test_more_workers_join_than_have_begun_and_some_leave() -> None:
     """Also one that starts before the first have begun."""
     workers = ThreadWorkers(4, beginning=2)

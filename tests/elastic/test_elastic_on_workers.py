@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from child_environment import child_environment
 from launched_runs import launch, launch_once
-from on_workers_elastic_fits import FAULTS
+from on_workers_elastic_fits import FAULTS, TRACED_EARLY
 from thread_workers import wait_until
 
 from tfdist.checkpoint import CheckpointStore
@@ -139,6 +139,14 @@ def test_all_that_are_asked_to_leave_save_first_and_continue_when_they_are_start
         got = run.arrays(f"preempted-{rank}.npz")
         for key, values in expected.items():
             np.testing.assert_allclose(got[key], values, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", elastic_fits.FITS)
+def test_workers_that_join_trace_their_step_early_where_no_callback_may_change_it(elastic_run, name):
+    lost = {rank for rank, *_ in FAULTS.get(name, ())}
+    for rank in range(3):
+        traced = elastic_run.json(f"{name}-{rank}.traced")
+        assert len(traced) == (name in TRACED_EARLY and rank in lost), (rank, traced)
 
 
 def test_the_file_of_a_callback_is_continued_when_its_worker_is_lost(elastic_run, one_process):

@@ -68,9 +68,11 @@ class ThreadWorker:
         rank: int,
         addresses: list[str],
         before_exchange: Callable[["ThreadWorker"], None] = lambda worker: None,
+        meanwhile: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
         self.rank, self.addresses, self._before_exchange = rank, addresses, before_exchange
+        self._meanwhile = meanwhile  # while it waits for a state
         self.options = {"token": "t", "cluster": "c", "timeout_seconds": 30.0, "silence_seconds": 20.0, **options}
         self.totals: dict[int, int] = {}
         self.last_step = 10**9
@@ -126,7 +128,7 @@ class ThreadWorker:
     def _train_with(self, transactions: StepTransactions) -> None:
         group = self.group
         if transactions.is_alone:
-            receiver = group.ask_for_state(0)
+            receiver = group.ask_for_state(0, self._meanwhile)
             assert receiver is not None and receiver.state is not None
             self._state.values = np.frombuffer(receiver.state[1][0], np.int64)
             self._ranks = []

@@ -1,5 +1,6 @@
 """Keras' callback list: its order, what callbacks know of it, its wrappers."""
 
+import functools
 import gc
 import pickle
 import weakref
@@ -7,7 +8,13 @@ import weakref
 import keras
 import pytest
 
-from tfdist.keras_internals.keras_callbacks import LastCallback, ListedCallback, wrap_callback_list
+from tfdist.callbacks import WorkerReport
+from tfdist.keras_internals.keras_callbacks import (
+    LastCallback,
+    ListedCallback,
+    has_own_code_before_steps,
+    wrap_callback_list,
+)
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -39,6 +46,24 @@ def test_last_callbacks_are_called_last_and_all_know_the_order():
     assert last.others == (plain, first)
     train(first)
     assert first.neighbours == (first,)
+
+
+class _SetsState(keras.callbacks.Callback):
+    def set_state(self, state):
+        self.model.rate = state
+
+
+class _BeginsBatches(keras.callbacks.Callback):
+    def on_batch_begin(self, batch, logs=None):
+        self.model.rate = 0.5
+
+
+def test_code_of_the_program_that_runs_before_steps_is_found(tmp_path):
+    of_keras = [keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"), keras.callbacks.TensorBoard(tmp_path)]
+    of_keras += [keras.callbacks.EarlyStopping(), keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)]
+    assert not any(map(has_own_code_before_steps, [*of_keras, WorkerReport()]))
+    begins_epochs = keras.callbacks.LambdaCallback(on_epoch_begin=functools.partial(print, end=""))
+    assert all(map(has_own_code_before_steps, [begins_epochs, _SetsState(), _BeginsBatches()]))
 
 
 def test_wrappers_are_called_once_around_a_method(unpatched):

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,24 +133,27 @@ def read_shard(path: Path) -> Shard:
         raise CorruptCheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
-def decode_shard(content: bytes | bytearray) -> Shard:
-    """Returns the shard of the content of a file that `write_shard` would write. The arrays are writable.
+def decode_shard(header: bytes, buffers: Sequence[Any]) -> Shard:
+    """Returns the shard that `encode_shard` has encoded.
+
+    Args:
+        header: The header.
+        buffers: The bytes of each tensor. The arrays share their memory.
 
     >>> encoded = encode_shard(Shard({"bias": np.ones(2)}, {"step": 3}))
-    >>> decode_shard(encoded.header + b"".join(tensor.tobytes() for tensor in encoded.tensors))
+    >>> decode_shard(encoded.header, [tensor.tobytes() for tensor in encoded.tensors])
     Shard(tensors={'bias': array([1., 1.])}, metadata={'step': 3})
     """
-    begin = 8 + int.from_bytes(content[:8], "little")
-    described = json.loads(content[8:begin])
-    header = described.pop(_METADATA)
-    dtypes = json.loads(header["dtypes"])
+    described = json.loads(header[8:])
+    content = described.pop(_METADATA)
+    dtypes = json.loads(content["dtypes"])
     codes = {code: dtype for dtype, code in _CODES.items()}
     tensors = {}
-    for stored_name, entry in described.items():
-        name, (first, end) = _from_stored_name(stored_name), entry["data_offsets"]
-        array = np.frombuffer(content, np.uint8, end - first, begin + first).view(codes[entry["dtype"]])
+    for (stored_name, entry), buffer in zip(described.items(), buffers, strict=True):
+        name = _from_stored_name(stored_name)
+        array = np.frombuffer(buffer, np.uint8).view(codes[entry["dtype"]])
         tensors[name] = _with_dtype(array.reshape(entry["shape"]), dtypes.get(name))
-    return Shard(tensors, json.loads(header["metadata"]))
+    return Shard(tensors, json.loads(content["metadata"]))
 
 
 def dump_metadata(metadata: Json) -> str:

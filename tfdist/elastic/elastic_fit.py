@@ -18,7 +18,7 @@ from tfdist.elastic.state_exchange import StateExchange
 from tfdist.elastic.step_transactions import StepTransactions
 from tfdist.elastic.step_variables import accumulates, variables_of_steps
 from tfdist.keras_internals.epoch_iterator import last_step
-from tfdist.keras_internals.keras_callbacks import LastCallback
+from tfdist.keras_internals.keras_callbacks import LastCallback, has_own_code_before_steps
 from tfdist.keras_internals.saved_files import continue_files
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
@@ -89,16 +89,22 @@ class ElasticFit(LastCallback):
     Args:
         transactions: Runs the steps.
         coordination: Knows which workers save.
+        trace: Traces the training step of a model for batches of a structure of `tf.TypeSpec`s.
         take_no_rows: Called with the model on a worker that has the state of another one: it computes no rows, and has
             counted none.
     """
 
     def __init__(
-        self, transactions: StepTransactions, coordination: ElasticCoordination, take_no_rows: Callable[[Any], None]
+        self,
+        transactions: StepTransactions,
+        coordination: ElasticCoordination,
+        trace: Callable[[Any, Any], None],
+        take_no_rows: Callable[[Any], None],
     ) -> None:
         super().__init__()
         self._group = transactions.group
-        self._transactions, self._coordination, self._take_no_rows = transactions, coordination, take_no_rows
+        self._transactions, self._coordination = transactions, coordination
+        self._trace, self._take_no_rows = trace, take_no_rows
         self._recoveries: list[Recovery] = []
         self._exchange = StateExchange(transactions)
         self._heartbeat: Heartbeat | None = None
@@ -165,7 +171,7 @@ class ElasticFit(LastCallback):
 
     def _join(self) -> None:
         """Loads the state of a worker that trains. If the others are in a later `fit`, this worker trains by itself."""
-        received = self._exchange.ask()
+        received = self._exchange.ask(self._trace_step)
         if received is None:
             for recovery in self._recoveries:
                 recovery.train_alone()
@@ -177,6 +183,15 @@ class ElasticFit(LastCallback):
         for recovery, state in zip(self._recoveries, received.metadata["recoveries"], strict=True):
             recovery.join(progress, state)
         self._progress, self._received = progress, received
+
+    def _trace_step(self) -> None:
+        """Traces the training step now if nothing but Keras and tfdist has a part in what precedes the first one."""
+        if any(has_own_code_before_steps(callback) for callback in self.others):
+            return
+        try:
+            self._trace(self.model, self._iterator.element_spec)
+        except Exception:  # the first step raises it, where errors are explained
+            self.model.make_train_function(force=True)
 
     def _load(self, received: ReceivedState) -> None:
         rank, ranks = self._group.rank, len(self._group.addresses)

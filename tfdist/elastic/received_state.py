@@ -36,18 +36,18 @@ class ReceivedState:
     """What `TrainingState.restore` needs of a checkpoint. It is that of any rank.
 
     Args:
-        parts: The buffers of `encode_state`, as bytes.
+        parts: What has arrived of the buffers of `encode_state`, as bytes. The arrays share its memory.
         num_ranks: The number of ranks.
     """
 
-    def __init__(self, parts: Sequence[bytearray], num_ranks: int) -> None:
-        self.metadata: dict[str, Any] = json.loads(parts[0])
+    def __init__(self, parts: Sequence[Any], num_ranks: int) -> None:
+        self.metadata: dict[str, Any] = json.loads(bytes(parts[0]))
         self.num_ranks, self.saved_ranks = num_ranks, range(num_ranks)
         self._shards: list[Shard] = []
         rest = list(parts[1:])
         while rest:
-            count = int.from_bytes(rest[0], "little")
-            self._shards.append(decode_shard(bytearray().join(rest[1 : count + 2])))
+            count = int.from_bytes(bytes(rest[0]), "little")
+            self._shards.append(decode_shard(bytes(rest[1]), rest[2 : count + 2]))
             rest = rest[count + 2 :]
 
     def read_shared(self) -> Shard:

@@ -23,13 +23,16 @@ class StateExchange:
         self._receiver: StateReceiver | None = None
         self._reported = Changes() if self._group.membership.is_member else None
 
-    def ask(self) -> ReceivedState | None:
+    def ask(self, meanwhile: Callable[[], None] = lambda: None) -> ReceivedState | None:
         """Returns the state of a worker that trains, or `None` if the others are in a later `fit`, or loop.
+
+        Args:
+            meanwhile: What this worker does while it waits.
 
         Raises:
             JoinError, TimeoutError: See `ElasticGroup.ask_for_state`.
         """
-        self._receiver = self._group.ask_for_state(self._number)
+        self._receiver = self._group.ask_for_state(self._number, meanwhile)
         if self._receiver is None:
             return None
         assert self._receiver.state is not None

@@ -285,6 +285,19 @@ class StepTransactions:
         """Runs an exchange; outside of a step it is one by itself."""
         return exchange() if self._is_running else self.run(exchange, NOTHING)
 
+    def trace(self, trace: Callable[[], None], written: Written) -> None:
+        """Calls `trace`, which traces the graph of a step that has `written`, without running it.
+
+        Raises:
+            ReplayError: It exchanges something while it is traced.
+        """
+        with setting_attributes(self, _written=written, _is_running=True):
+            self.group.log.replay([])
+            try:
+                trace()
+            finally:
+                self.group.log.replay(None)
+
     def compute_again(self, step: Callable[[], Any]) -> None:
         """Computes a step that counts already, within another one, which all workers do."""
         with setting_attributes(self, _outcome=None):

@@ -36,11 +36,10 @@ _LOOK_SECONDS = 0.5
 Array = NDArray[Any]
 
 
-def aligned_copy(values: Array) -> Array:
-    """Returns a copy in memory that TensorFlow takes without another one, as results of channels are."""
-    copied: Array = _RESULTS.empty(values.shape, values.dtype)
-    copied[...] = values
-    return copied
+def new_result(shape: Sequence[int], dtype: Any) -> Array:
+    """Returns an array with any values in memory that TensorFlow takes without a copy, as results of channels are."""
+    result: Array = _RESULTS.empty(shape, dtype)
+    return result
 
 
 class Channel:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tfdist.exchange.channel import Channel, aligned_copy
+from tfdist.exchange.channel import Channel, new_result
 from tfdist.exchange.exchange_errors import ExchangeError
 
 Array = NDArray[Any]
@@ -69,6 +69,8 @@ class ResultLog:
     def replay(self, results: Sequence[LoggedResult] | None) -> None:
         """Returns `results` in place of those of the next exchanges; with `None` exchanges are made again.
 
+        Their values are in memory of `new_result`, and used once.
+
         Raises:
             ReplayError: Results of the last call are left.
         """
@@ -87,7 +89,9 @@ class ResultLog:
             return self._next(channel, kind, values)
         result: Array = getattr(channel, kind)(values)
         if self._kept is not None:
-            logged = LoggedResult(channel.name, kind, np.array(result))  # the result may be overwritten in place
+            kept = new_result(result.shape, result.dtype)
+            kept[...] = result  # which may be overwritten in place
+            logged = LoggedResult(channel.name, kind, kept)
             with self._lock:
                 if self._kept is not None:
                     self._kept.append(logged)
@@ -107,7 +111,7 @@ class ResultLog:
             raise ReplayError(expected.described(), "no further exchange")
         if logged.described() != expected.described():
             raise ReplayError(expected.described(), logged.described())
-        return aligned_copy(logged.values)
+        return logged.values
 
 
 class LoggedChannel:

@@ -47,6 +47,7 @@ _STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_should_write_train_graph",
     ),
 }
+_BEFORE_STEPS = ("on_epoch_begin", "on_batch_begin", "on_train_batch_begin", "set_state")
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _READ_SECONDS = 0.5  # how often a moving bar reads the counters
 # Older versions of the bar turn each value into a plain number, which cannot show its unit.
@@ -129,6 +130,21 @@ class LastCallback(ListedCallback):
     def others(self) -> tuple[keras.callbacks.Callback, ...]:
         """The callbacks of its list, except those of this kind."""
         return tuple(callback for callback in self.neighbours if not isinstance(callback, LastCallback))
+
+
+def has_own_code_before_steps(callback: Any) -> bool:
+    """Whether code of the program may run in a callback between `on_train_begin` and the first step of a `fit`.
+
+    It may change what a step is traced with. Setting the state of a callback counts, too.
+
+    >>> has_own_code_before_steps(keras.callbacks.ModelCheckpoint("model.keras"))
+    False
+    >>> has_own_code_before_steps(keras.callbacks.LambdaCallback(on_epoch_begin=print))
+    True
+    """
+    methods = [getattr(callback, name, None) for name in _BEFORE_STEPS]
+    modules = [getattr(method, "__module__", None) or "" for method in methods if method is not None]
+    return not {module.partition(".")[0] for module in modules} <= {"keras", "tfdist"}
 
 
 def _order_and_show_list(call: Callable[..., None], callback_list: Any, logs: Any = None) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
+from tfdist.tensorflow_internals.rows_per_replica import has_known_rows
 from tfdist.tensorflow_internals.xla_functions import inlined, python_function_of
 
 
@@ -35,6 +36,23 @@ def bound_to(model: Any, step_function: Any) -> Any:
 
     run_step.__name__ = "train_step" if step_function == model.train_step else "test_step"
     return types.MethodType(run_step, model)
+
+
+def trace_step(function: Any, element_spec: Any) -> None:
+    """Traces the graph in which a function of `fit` computes a batch, if the first batch would be traced alike.
+
+    Args:
+        function: What Keras' `make_train_function` has made.
+        element_spec: The structure of `tf.TypeSpec`s of the batches. Other unknown sizes than the number of rows may
+            change what a step computes, as Keras removes axes of size 1.
+    """
+    if not has_known_rows(element_spec):
+        return
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    compute = next((cell.cell_contents for name, cell in cells if name == "one_step_on_data"), None)
+    compiled: Any = getattr(compute, "__wrapped__", None)  # within a conversion of optional parts of the batch
+    if hasattr(compiled, "get_concrete_function"):
+        compiled.get_concrete_function(element_spec)
 
 
 def has_own_step(model: Any) -> bool:

@@ -119,10 +119,14 @@ class ElasticGroup:
         self.connected_view = view or NO_VIEW
         return exchange
 
-    def ask_for_state(self, fit: int) -> StateReceiver | None:
+    def ask_for_state(self, fit: int, meanwhile: Callable[[], None] = lambda: None) -> StateReceiver | None:
         """Asks the oldest worker for its state; returns it when it is there, or `None` if they are in a later fit.
 
         A worker that is lost meanwhile is replaced by the next.
+
+        Args:
+            fit: The number of this worker's `fit`.
+            meanwhile: Called when a worker has been asked, before this one waits for the answer.
 
         Raises:
             JoinError: No worker that trains is left, or none sends its state.
@@ -133,7 +137,7 @@ class ElasticGroup:
             self.membership.wait_to_join(lambda: bool(self.membership.donors))
             for donor in self.membership.donors:
                 tries += 1
-                receiver = self._receiver(donor, fit)
+                receiver = self._receiver(donor, fit, meanwhile)
                 if receiver is None:
                     continue
                 if receiver.state is not None:
@@ -146,7 +150,7 @@ class ElasticGroup:
             self.membership.wait_to_join(lambda: False, _PAUSE_SECONDS)
         raise JoinError(f"no complete state of the workers that train, in {tries} tries")
 
-    def _receiver(self, donor: int, fit: int) -> StateReceiver | None:
+    def _receiver(self, donor: int, fit: int, meanwhile: Callable[[], None]) -> StateReceiver | None:
         """Returns what a worker has answered, or `None` if it is not reached."""
         notify = self.membership.notify
         try:
@@ -155,6 +159,8 @@ class ElasticGroup:
             )
         except (TransportError, OSError):
             return None
+
+        meanwhile()
 
         def has_ended() -> bool:
             return receiver.has_answered or donor not in self.membership.donors

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tfdist.exchange.channel import Array, new_result
 from tfdist.exchange.group_listener import Encryption, GroupListener, Request, ask
 from tfdist.exchange.result_log import LoggedResult
 from tfdist.transport.blocking_connection import BlockingConnection
@@ -231,7 +232,7 @@ class StateReceiver:
     ) -> None:
         self.donor = donor
         self.later_fit: int | None = None
-        self.state: tuple[int, list[bytearray]] | None = None
+        self.state: tuple[int, list[Array]] | None = None
         self.refusal = self.failure = ""
         self._steps: queue.SimpleQueue[tuple[int, list[LoggedResult]]] = queue.SimpleQueue()
         self._on_arrival = on_arrival
@@ -275,7 +276,8 @@ class StateReceiver:
         if "reason" in message:
             self.refusal = str(message["reason"])
             raise ConnectionClosedError(self.refusal)
-        buffers = [bytearray(size) for size in message["sizes"]]
+        # TensorFlow takes the results of a step without a copy.
+        buffers: list[Any] = [new_result([size], np.uint8) for size in message["sizes"]]
         for buffer in buffers:
             self._connection.receive_data(memoryview(buffer), _SILENCE_SECONDS)
         if [xxhash.xxh3_128_hexdigest(buffer) for buffer in buffers] != message["checksums"]:
@@ -284,7 +286,7 @@ class StateReceiver:
             self.state = int(message["step"]), buffers
             return
         results = [
-            LoggedResult(channel, kind, np.frombuffer(buffer, dtype_named(dtype)).reshape(shape))
+            LoggedResult(channel, kind, buffer.view(dtype_named(dtype)).reshape(shape))
             for (channel, kind, dtype, shape), buffer in zip(message["results"], buffers, strict=True)
         ]
         self._steps.put((int(message["step"]), results))

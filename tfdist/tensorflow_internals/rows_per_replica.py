@@ -170,6 +170,13 @@ def can_count(spec: Any) -> bool:
     return bool(parts) and all(isinstance(part, tf.TensorSpec) and bool(part.shape.rank) for part in parts)
 
 
+def has_known_rows(element_spec: Any) -> bool:
+    """Whether all sizes of the batches of a distributed dataset are known, but perhaps the number of their rows."""
+    specs = tf.nest.flatten(element_spec)
+    parts = [part for spec in specs for part in getattr(spec, "_value_specs", ())]
+    return all(map(can_count, specs)) and all(part.shape[1:].is_fully_defined() for part in parts)
+
+
 def has_static_sizes(dataset: Any) -> bool:
     """Whether the batches of a distributed dataset have a static number of rows, except where the data has ended."""
     specs = tf.nest.flatten(dataset._element_spec)
