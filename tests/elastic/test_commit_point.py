@@ -1,11 +1,13 @@
 """Steps whose graphs write when they count: refused, repeated, failed, and replayed ones."""
 
+import threading
 import types
 
 import keras
 import pytest
 import tensorflow as tf
 
+from tfdist.elastic.commit_point import CommitPoint
 from tfdist.elastic.step_transactions import StepTransactions, WrittenVariables
 from tfdist.exchange.exchange_errors import WorkerLostError
 from tfdist.membership.decisions import View
@@ -133,6 +135,44 @@ def test_what_a_step_that_fails_has_asked_is_not_the_answer_to_a_later_one():
     attempts = training.attempts
     assert training.run() == (16.0, 3.0)
     assert training.attempts == attempts + 2, "the answer was that to this step"
+
+
+def test_what_a_step_that_fails_alone_has_asked_is_not_the_answer_to_a_later_one():
+    training = _Training(False, True)
+    training.group.membership.is_member = False
+    training.run()
+    training.run()
+    training.transactions._commit_point._request()  # by the step that fails
+    with pytest.raises(tf.errors.InvalidArgumentError, match="an error of the program"):
+        training.run(fails=True)
+    training.group.membership.is_member = True
+    attempts = training.attempts
+    assert training.run() == (16.0, 3.0)
+    assert training.attempts == attempts + 2, "the answer was that to this step"
+
+
+def test_the_answer_to_the_next_step_is_waited_for_though_that_to_the_last_one_has_just_been_given(monkeypatch):
+    """The next step may ask before the thread that has answered the last one continues."""
+    answers = []
+    point, enqueue = CommitPoint(answers.append), tf.raw_ops.QueueEnqueueV2
+
+    def enqueue_and_ask(**arguments):
+        enqueue(**arguments)
+        monkeypatch.setattr(tf.raw_ops, "QueueEnqueueV2", enqueue)
+        point._answers.dequeue()
+        point._request()
+
+    point._request()
+    monkeypatch.setattr(tf.raw_ops, "QueueEnqueueV2", enqueue_and_ask)
+    answers[0]("")
+    settling = threading.Thread(target=point.settle)
+    settling.start()
+    settling.join(0.1)
+    is_waiting = settling.is_alive()
+    answers[1]("")
+    settling.join()
+    assert is_waiting
+    assert not int(point._answers.size())
 
 
 def test_a_function_that_now_runs_eagerly_is_taken_back_as_a_whole():

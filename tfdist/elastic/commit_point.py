@@ -46,12 +46,13 @@ class CommitPoint:
                 self._answers.dequeue()
 
     def _request(self) -> None:
-        self._is_answered.clear()
-        self._ask(self._answer)
+        # Of this request alone: the thread that answers one may set its event when the next step has asked already.
+        is_answered = self._is_answered = threading.Event()
+        self._ask(lambda refusal: self._answer(refusal, is_answered))
 
-    def _answer(self, refusal: str) -> None:
+    def _answer(self, refusal: str, is_answered: threading.Event) -> None:
         # Often on the thread of the connections, with its lock: this waits for nothing, as the queue is never full, and
         # what follows in the graph runs on threads of TensorFlow. A short step would notice TensorFlow's wrappers.
         answer = tf.constant(refusal) if refusal else self._agreed
         tf.raw_ops.QueueEnqueueV2(handle=self._answers.queue_ref, components=[answer])
-        self._is_answered.set()
+        is_answered.set()

@@ -328,7 +328,7 @@ class StepTransactions:
             self._follow_view()
             before, outcome = written.read(), _Outcome()
             try:
-                with setting_attributes(self, _outcome=outcome), self._settled_on_error():
+                with setting_attributes(self, _outcome=outcome):
                     result = self._attempt(step)
             except (ExchangeError, tf.errors.OpError):
                 if outcome.error is not None:
@@ -388,7 +388,7 @@ class StepTransactions:
             raise
 
     def _attempt(self, step: Callable[[], _Result]) -> _Result:
-        with setting_attributes(self, _is_running=True):
+        with setting_attributes(self, _is_running=True), self._settled_on_error():
             return step()
 
     def _pass_on(self) -> None:
