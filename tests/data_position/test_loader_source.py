@@ -1,0 +1,199 @@
+"""Datasets of Grain and torchdata's loader as data of `fit`: positions by their own state.
+
+What PyTorch and torchdata do is done by a stand-in; `test_with_torchdata` uses the real ones.
+"""
+
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torchdata_stand_in
+from data_runs import BATCH, IDS, Start, assert_resumes, train
+from loader_cases import GRAIN, READ, TORCH, Samples, data_loader, shuffled, stateful, unthreaded
+from optional_packages import require
+from recovered_runs import STEPS, cut_off, cut_off_anywhere, run
+
+from tfdist.data_position.stateful_loaders import GrainLoader, decode_state, encode_state
+from tfdist.strategies import MirroredStrategy
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(recwarn):
+    """Ignores Keras' warnings about `shuffle=True` and data that ends."""
+    yield
+
+
+@pytest.fixture
+def grain():
+    require("grain")
+    import grain
+
+    return grain
+
+
+@pytest.fixture
+def torchdata(monkeypatch):
+    return torchdata_stand_in.install(monkeypatch)
+
+
+@pytest.fixture
+def real_torchdata():
+    require("torch", "torchdata")
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return torch, StatefulDataLoader
+
+
+@pytest.mark.parametrize("case", GRAIN)
+def test_grain_resumes_at_any_step(case, grain):
+    assert_resumes(lambda _: GRAIN[case](grain), tf.distribute.get_strategy(), at_many_steps=True)
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_a_stateful_data_loader_resumes_at_any_step(case, torchdata):
+    assert_resumes(lambda _: TORCH[case](torchdata), tf.distribute.get_strategy(), at_many_steps=True)
+
+
+def test_loaders_resume_under_a_strategy(grain, torchdata, cpus):
+    strategy = MirroredStrategy(cpus[:2])
+    assert_resumes(lambda _: GRAIN["DataLoader"](grain), strategy, at_many_steps=False)
+    assert_resumes(lambda _: TORCH["over epochs"](torchdata), strategy, at_many_steps=False)
+
+
+def reads_of_resumed_run(make, folder, after):
+    """Interrupts a training after `after` saved steps. Returns how many samples the resumed run has read."""
+    run(make, folder, after + 1)
+    READ.clear()
+    run(make, folder)
+    return len(READ)
+
+
+@pytest.mark.parametrize("after", [2, STEPS, STEPS + 2])
+def test_no_batch_is_read_again(after, grain, torchdata, tmp_path):
+    """Besides the first two, of which Keras reads the shapes."""
+    expected = 2 * BATCH + sum(len(IDS) - done * BATCH for done in {2: (2, 0), STEPS: (0,), STEPS + 2: (2,)}[after])
+    makes = {
+        "DataLoader": lambda: data_loader(grain),
+        "IterDataset": lambda: shuffled(grain).to_iter_dataset(unthreaded(grain)).batch(BATCH),
+        "torch": lambda: stateful(torchdata),
+    }
+    for name, make in makes.items():
+        assert reads_of_resumed_run(make, tmp_path / name, after) == expected, name
+
+
+def noisy(torch):
+    """Samples with noise from all global generators, in hundreds."""
+
+    def of_sample(number):
+        noise = np.random.randint(1, 4) + random.randrange(1, 4) + int(torch.randint(1, 4, (1,))[0])
+        return (torch.tensor(int(number + 100 * noise)),)
+
+    return of_sample
+
+
+def test_random_numbers_of_samples_are_drawn_as_before(torchdata, tmp_path):
+    def make():
+        return stateful(torchdata, noisy(torchdata[0]))
+
+    whole = run(make, tmp_path / "whole", saves={"every_epochs": 2})
+    assert len({number // 100 for step in whole for number in step}) > 3
+    for where, seen in cut_off_anywhere(make, tmp_path).items():
+        assert seen == whole, where
+
+
+def test_states_are_copied_exactly(torchdata):
+    state = {"counts": [1, (2.5, None)], 0: b"\x00\xff", "tensor": torchdata[0].tensor([1, 2]), "array": np.arange(2)}
+    encoded = encode_state(state)
+    state["counts"].append(3)
+    state["array"][:] = 9
+    decoded = decode_state(json.loads(json.dumps(encoded, default=lambda array: array.tolist())) and encoded)
+    assert decoded["counts"] == [1, (2.5, None)] and decoded[0] == b"\x00\xff"
+    assert type(decoded["tensor"]) is type(state["tensor"]) and decoded["array"].tolist() == [0, 1]
+
+
+def test_a_loader_that_validates_as_well(torchdata, tmp_path):
+    """It knows the newest of its iterators, which is that of a validation."""
+
+    def fit(folder, fail_after=None):
+        data = stateful(torchdata, shuffle=False)
+        return run(lambda: data, folder, fail_after, epochs=3, steps_per_epoch=4, validation_data=data)
+
+    whole = fit(tmp_path / "whole")
+    assert fit(tmp_path, 6)[:5] + fit(tmp_path) == whole
+
+
+def test_a_state_that_cannot_be_saved_is_an_error(torchdata, tmp_path):
+    def make():
+        data = stateful(torchdata)
+        data.dataset.state_dict = lambda: {"seen": {1, 2}}
+        return data
+
+    with pytest.raises(ValueError, match=r"position of a StatefulDataLoader cannot be saved\. Received: .*of type set"):
+        run(make, tmp_path)
+
+
+def test_a_state_that_is_refused_is_an_error(grain, tmp_path):
+    run(lambda: data_loader(grain), tmp_path, 3)
+    with pytest.raises(ValueError, match="Grain dataset cannot continue from the position.*Received: .*Sampler"):
+        run(lambda: data_loader(grain, seed=4), tmp_path)
+
+
+def test_a_loader_without_a_state_is_drawn_again_or_an_error(torchdata, tmp_path):
+    torch, _ = torchdata
+
+    def make():
+        return torch.utils.data.DataLoader(Samples(lambda number: (torch.tensor(int(number)),)), batch_size=BATCH)
+
+    run(make, tmp_path, 3)
+    with pytest.raises(RuntimeError, match="its data is a DataLoader of PyTorch, which cannot be resumed"):
+        run(make, tmp_path)
+
+
+def weights_of(data, callbacks, **options):
+    keras.utils.set_random_seed(1)
+    inputs = {"a": keras.Input((2,)), "b": keras.Input(())}
+    outputs = keras.layers.Dense(1)(keras.ops.concatenate([inputs["a"], inputs["b"][:, None]], axis=1))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", weighted_metrics=["mae"])
+    history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks, **options)
+    return [*history.history.values(), *(weight.tolist() for weight in model.get_weights())]
+
+
+def test_batches_are_those_of_keras(grain, tmp_path):
+    """Dictionaries, several dtypes, weights of samples, a smaller last batch."""
+    from tfdist.callbacks import FailureRecovery
+
+    def sample(number):
+        row = np.float32([number / 9, 1 / number])
+        return {"a": row, "b": np.int32(number)}, np.float64([number]), np.float32(number % 3)
+
+    def data():
+        return grain.MapDataset.source(Samples(sample)).seed(4).shuffle().batch(BATCH)
+
+    stock = weights_of(data(), [], validation_data=data())
+    assert weights_of(data(), [FailureRecovery(tmp_path)], validation_data=data()) == stock
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("case", TORCH)
+def test_with_torchdata(case, options, real_torchdata):
+    def make(_):
+        return TORCH[case](real_torchdata, **options)
+
+    assert_resumes(make, tf.distribute.get_strategy(), at_many_steps=True)
+
+
+@pytest.mark.long
+def test_grain_with_processes(grain):
+    """Processes of Grain import the main module, here that of pytest."""
+    from loader_cases import GRAIN_WITH_PROCESSES
+
+    for make in GRAIN_WITH_PROCESSES.values():
+        assert_resumes(lambda _, make=make: make(grain), tf.distribute.get_strategy(), at_many_steps=False)
