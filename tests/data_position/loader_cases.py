@@ -1,23 +1,7 @@
-"""Loaders of the ids of `data_runs`: arguments of `fit`, which count the samples that are read."""
+"""Loaders of the ids of `data_runs`: arguments of `fit`."""
 
-import numpy as np
+from counted_samples import Samples, itself
 from data_runs import BATCH, IDS
-
-READ = []  # indexes of samples, in the order in which they were read
-
-
-class Samples:
-    """A source of Grain, a dataset of PyTorch. Its `repr` has an address."""
-
-    def __init__(self, of_sample=lambda number: np.int64(number)):
-        self._of_sample = of_sample
-
-    def __len__(self):
-        return len(IDS)
-
-    def __getitem__(self, index):
-        READ.append(int(index))
-        return self._of_sample(IDS[int(index)])
 
 
 def unthreaded(grain):
@@ -26,14 +10,14 @@ def unthreaded(grain):
 
 
 def shuffled(grain):
-    return grain.MapDataset.source(Samples()).seed(3).shuffle()
+    return grain.MapDataset.source(Samples(IDS, itself)).seed(3).shuffle()
 
 
 def data_loader(grain, seed=3, **options):
     """A `DataLoader` of Grain."""
     unsharded = grain.sharding.NoSharding()
     order = grain.samplers.IndexSampler(len(IDS), shard_options=unsharded, shuffle=True, num_epochs=1, seed=seed)
-    given = {"data_source": Samples(), "sampler": order, "operations": [grain.transforms.Batch(BATCH)]}
+    given = {"data_source": Samples(IDS, itself), "sampler": order, "operations": [grain.transforms.Batch(BATCH)]}
     return grain.DataLoader(**given, read_options=unthreaded(grain), **options)
 
 
@@ -64,7 +48,7 @@ def stateful(torchdata, of_sample=None, *, has_generator=True, **options):
     torch, loader = torchdata
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(1) if has_generator else None
-    samples = Samples(of_sample or (lambda number: (torch.tensor(int(number)),)))
+    samples = Samples(IDS, of_sample or (lambda number: (torch.tensor(int(number)),)))
     return loader(samples, **{"batch_size": BATCH, "shuffle": True, "generator": generator, **options})
 
 

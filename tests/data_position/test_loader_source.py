@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torchdata_stand_in
-from data_runs import BATCH, IDS, Start, assert_resumes, train
-from loader_cases import GRAIN, READ, TORCH, Samples, data_loader, shuffled, stateful, unthreaded
+from counted_samples import READ, Samples
+from data_runs import BATCH, IDS, assert_resumes
+from loader_cases import GRAIN, GRAIN_WITH_PROCESSES, TORCH, data_loader, shuffled, stateful, unthreaded
 from optional_packages import require
 from recovered_runs import STEPS, cut_off, cut_off_anywhere, run
 
@@ -148,7 +149,7 @@ def test_a_loader_without_a_state_is_drawn_again_or_an_error(torchdata, tmp_path
     torch, _ = torchdata
 
     def make():
-        return torch.utils.data.DataLoader(Samples(lambda number: (torch.tensor(int(number)),)), batch_size=BATCH)
+        return torch.utils.data.DataLoader(Samples(IDS, lambda number: (torch.tensor(int(number)),)), batch_size=BATCH)
 
     run(make, tmp_path, 3)
     with pytest.raises(RuntimeError, match="its data is a DataLoader of PyTorch, which cannot be resumed"):
@@ -174,7 +175,7 @@ def test_batches_are_those_of_keras(grain, tmp_path):
         return {"a": row, "b": np.int32(number)}, np.float64([number]), np.float32(number % 3)
 
     def data():
-        return grain.MapDataset.source(Samples(sample)).seed(4).shuffle().batch(BATCH)
+        return grain.MapDataset.source(Samples(IDS, sample)).seed(4).shuffle().batch(BATCH)
 
     stock = weights_of(data(), [], validation_data=data())
     assert weights_of(data(), [FailureRecovery(tmp_path)], validation_data=data()) == stock
@@ -193,7 +194,5 @@ def test_with_torchdata(case, options, real_torchdata):
 @pytest.mark.long
 def test_grain_with_processes(grain):
     """Processes of Grain import the main module, here that of pytest."""
-    from loader_cases import GRAIN_WITH_PROCESSES
-
     for make in GRAIN_WITH_PROCESSES.values():
         assert_resumes(lambda _, make=make: make(grain), tf.distribute.get_strategy(), at_many_steps=False)

@@ -16,7 +16,7 @@ from tfdist.data_position.python_randomness import global_states, set_global_sta
 from tfdist.data_position.read_ahead import OWN, ReadAhead, States
 from tfdist.data_position.stateful_loaders import StatefulLoader, stateful_loader
 from tfdist.keras_internals.epoch_iterator import data_kind
-from tfdist.keras_internals.loader_adapters import draw_batches_from
+from tfdist.keras_internals.loader_adapters import draw_batches_from, loader_adapter
 from tfdist.utils.json_state import from_text, to_text, unsupported_type
 
 
@@ -56,6 +56,16 @@ class LoaderSource(DatasetSource):
         """Returns the source of `data`, for which Keras has made `adapter`; `None` if it is no loader with a state."""
         loader = stateful_loader(data_kind(adapter), data)
         return None if loader is None else cls(adapter, loader)
+
+    @classmethod
+    def of_loop(cls, data: Any, strategy: Any) -> "LoaderSource | None":
+        """Returns the source of the data of a custom loop; `None` if it is no loader with a state."""
+        adapter = loader_adapter(data)
+        source = None if adapter is None else cls.of_adapter(adapter, data)
+        if source is not None:
+            source.dataset = strategy.experimental_distribute_dataset(source.adapter.get_tf_dataset())
+            source.strategy = strategy
+        return source
 
     @property
     def kind(self) -> str:  # type: ignore[override]

@@ -1,17 +1,26 @@
 """Keras' adapters of loaders: datasets of Grain and the `DataLoader` of PyTorch."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.epoch_iterator import GRAIN, data_kind
+from tfdist.keras_internals.epoch_iterator import GRAIN, TORCH, data_kind
 from tfdist.private_symbols import private
 
 _utils = private("keras.src.trainers.data_adapters:data_adapter_utils", "converts sparse parts of a batch of Grain")
-adapter_of = private("keras.src.trainers.data_adapters:get_data_adapter", "reads what `fit` can read, in a custom loop")
+_adapter_of = private("keras.src.trainers.data_adapters:get_data_adapter", "reads in a custom loop what `fit` can read")
+
+
+def loader_adapter(data: Any) -> Any:
+    """Returns the adapter that `fit` would make for a loader; `None` for other data."""
+    with suppress(ValueError):  # of an unknown type
+        adapter = _adapter_of(x=data)
+        return adapter if data_kind(adapter) in (GRAIN, TORCH) else None
+    return None
 
 
 def draw_batches_from(adapter: Any, batches: Callable[[], Iterator[Any]]) -> None:
