@@ -192,8 +192,8 @@ class ElasticLoop:
         else:
             raise ValueError(
                 f"Invalid data of an ElasticLoop. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset of "
-                "global batches, one that `strategy.experimental_distribute_dataset` has distributed, a dataset of Grain, "
-                "or torchdata's StatefulDataLoader. Make one by "
+                "global batches, one that `strategy.experimental_distribute_dataset` has distributed, a dataset of "
+                "Grain, or torchdata's StatefulDataLoader. Make one by "
                 "`tf.data.Dataset.from_tensor_slices(arrays).batch(size)`, or by `from_generator`."
             )
         if self._member is not None:

@@ -52,10 +52,15 @@ def stateful(torchdata, of_sample=None, *, has_generator=True, **options):
     return loader(samples, **{"batch_size": BATCH, "shuffle": True, "generator": generator, **options})
 
 
-# Of a stand-in or of torchdata, with `options` of the loader.
+# By case: arguments of `fit`, options of the loader.
 TORCH = {
-    "shuffled": lambda torchdata, **options: {"x": stateful(torchdata, **options)},
-    "shuffled by the global generator": lambda torchdata, **options: {"x": stateful(torchdata, has_generator=False, **options)},
-    "over epochs": lambda torchdata, **options: {"x": stateful(torchdata, **options), "steps_per_epoch": 4},
-    "two steps an execution": lambda torchdata, **options: {"x": stateful(torchdata, **options), "steps_per_execution": 2},
+    "shuffled": ({}, {}),
+    "shuffled by the global generator": ({}, {"has_generator": False}),
+    "over epochs": ({"steps_per_epoch": 4}, {}),
+    "two steps an execution": ({"steps_per_execution": 2}, {}),
 }
+
+
+def torch_case(case, torchdata, **options):
+    of_fit, of_loader = TORCH[case]
+    return {"x": stateful(torchdata, **of_loader, **options), **of_fit}

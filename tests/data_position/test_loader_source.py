@@ -13,11 +13,12 @@ import tensorflow as tf
 import torchdata_stand_in
 from counted_samples import READ, Samples
 from data_runs import BATCH, IDS, assert_resumes
-from loader_cases import GRAIN, GRAIN_WITH_PROCESSES, TORCH, data_loader, shuffled, stateful, unthreaded
+from loader_cases import GRAIN, GRAIN_WITH_PROCESSES, TORCH, data_loader, shuffled, stateful, torch_case, unthreaded
 from optional_packages import require
-from recovered_runs import STEPS, cut_off, cut_off_anywhere, run
+from recovered_runs import STEPS, cut_off_anywhere, run
 
-from tfdist.data_position.stateful_loaders import GrainLoader, decode_state, encode_state
+from tfdist.callbacks import FailureRecovery
+from tfdist.data_position.stateful_loaders import decode_state, encode_state
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -51,20 +52,23 @@ def real_torchdata():
     return torch, StatefulDataLoader
 
 
-@pytest.mark.parametrize("case", GRAIN)
+def mostly_long(cases, *default):
+    return [case if case in default else pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize("case", mostly_long(GRAIN, "DataLoader", "IterDataset repeated over epochs"))
 def test_grain_resumes_at_any_step(case, grain):
     assert_resumes(lambda _: GRAIN[case](grain), tf.distribute.get_strategy(), at_many_steps=True)
 
 
-@pytest.mark.parametrize("case", TORCH)
+@pytest.mark.parametrize("case", mostly_long(TORCH, "shuffled", "over epochs"))
 def test_a_stateful_data_loader_resumes_at_any_step(case, torchdata):
-    assert_resumes(lambda _: TORCH[case](torchdata), tf.distribute.get_strategy(), at_many_steps=True)
+    assert_resumes(lambda _: torch_case(case, torchdata), tf.distribute.get_strategy(), at_many_steps=True)
 
 
-def test_loaders_resume_under_a_strategy(grain, torchdata, cpus):
-    strategy = MirroredStrategy(cpus[:2])
-    assert_resumes(lambda _: GRAIN["DataLoader"](grain), strategy, at_many_steps=False)
-    assert_resumes(lambda _: TORCH["over epochs"](torchdata), strategy, at_many_steps=False)
+@pytest.mark.parametrize("case", mostly_long(TORCH, "over epochs"))
+def test_a_loader_resumes_under_a_strategy(case, torchdata, cpus):
+    assert_resumes(lambda _: torch_case(case, torchdata), MirroredStrategy(cpus[:2]), at_many_steps=False)
 
 
 def reads_of_resumed_run(make, folder, after):
@@ -75,7 +79,7 @@ def reads_of_resumed_run(make, folder, after):
     return len(READ)
 
 
-@pytest.mark.parametrize("after", [2, STEPS, STEPS + 2])
+@pytest.mark.parametrize("after", mostly_long([2, STEPS, STEPS + 2], 2))
 def test_no_batch_is_read_again(after, grain, torchdata, tmp_path):
     """Besides the first two, of which Keras reads the shapes."""
     expected = 2 * BATCH + sum(len(IDS) - done * BATCH for done in {2: (2, 0), STEPS: (0,), STEPS + 2: (2,)}[after])
@@ -168,7 +172,6 @@ def weights_of(data, callbacks, **options):
 
 def test_batches_are_those_of_keras(grain, tmp_path):
     """Dictionaries, several dtypes, weights of samples, a smaller last batch."""
-    from tfdist.callbacks import FailureRecovery
 
     def sample(number):
         row = np.float32([number / 9, 1 / number])
@@ -186,7 +189,7 @@ def test_batches_are_those_of_keras(grain, tmp_path):
 @pytest.mark.parametrize("case", TORCH)
 def test_with_torchdata(case, options, real_torchdata):
     def make(_):
-        return TORCH[case](real_torchdata, **options)
+        return torch_case(case, real_torchdata, **options)
 
     assert_resumes(make, tf.distribute.get_strategy(), at_many_steps=True)
 

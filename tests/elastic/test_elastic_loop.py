@@ -50,9 +50,9 @@ def test_workers_join_a_loop_over_a_loader(monkeypatch):
     kind = type("LoaderWorkers", (LoopWorkers,), {"worker": worker, "data_of_one": staticmethod(data_of_one)})
     with training(2, kind) as workers:
         workers.of_rank(1).kill()
-        workers.wait_for_steps(0, steps=12)
+        workers.wait_for_steps(0, steps=8)
         workers.start(1)
-        workers.wait_for_steps(0, 1, steps=12)
+        workers.wait_for_steps(0, 1, steps=8)
         workers.finish()
 
 

@@ -315,8 +315,9 @@ class GeneratorSource(DatasetSource):
             raise RuntimeError(
                 f"Training cannot resume: its data is a {self.kind}, which cannot be resumed in the middle. Received: "
                 f"{sum(drawn)} batches drawn before the restart. Expected: a tf.data.Dataset, a keras.utils.PyDataset, "
-                "a Grain dataset, torchdata's StatefulDataLoader or arrays. Or allow `replay` (`replay_data=True` of FailureRecovery), which draws and discards the "
-                "same number of batches; the generator must then yield the same batches in every run."
+                "a Grain dataset, torchdata's StatefulDataLoader or arrays. Or allow `replay` (`replay_data=True` of "
+                "FailureRecovery), which draws and discards the same number of batches; the generator must then yield "
+                "the same batches in every run."
             )
         if len(drawn) > 1:
             raise RuntimeError(

@@ -61,7 +61,7 @@ class GrainLoader:
     """`grain.MapDataset`, `grain.IterDataset` or `grain.DataLoader`. All passes are equal, as in Grain."""
 
     kind = GRAIN
-    draws_in_order = False  # Grain reads in threads or processes of its own
+    draws_in_order = False  # Grain reads in other threads, or in processes
 
     def __init__(self, data: Any) -> None:
         self._data = data
