@@ -6,7 +6,6 @@ What PyTorch and torchdata do is done by a stand-in; `test_with_torchdata` uses 
 import json
 import random
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,10 +14,11 @@ from counted_samples import READ, Samples
 from data_runs import BATCH, IDS, assert_resumes
 from loader_cases import GRAIN, GRAIN_WITH_PROCESSES, TORCH, data_loader, shuffled, stateful, torch_case, unthreaded
 from optional_packages import require
-from recovered_runs import STEPS, cut_off_anywhere, run
+from recovered_runs import STEPS, cut_off, cut_off_anywhere, run
 
-from tfdist.callbacks import FailureRecovery
+from tfdist.data_position.loader_source import LoaderSource
 from tfdist.data_position.stateful_loaders import decode_state, encode_state
+from tfdist.keras_internals.loader_adapters import loader_adapter
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -102,14 +102,38 @@ def noisy(torch):
     return of_sample
 
 
-def test_random_numbers_of_samples_are_drawn_as_before(torchdata, tmp_path):
+def test_random_numbers_between_epochs_are_drawn_as_before(torchdata, tmp_path):
+    """Also by a validation, whose iterator draws a seed."""
+    make, validation = lambda: stateful(torchdata, noisy(torchdata[0])), stateful(torchdata, has_generator=False)
+    whole = run(make, tmp_path / "whole", saves={"every_epochs": 2}, validation_data=validation)
+    assert len({number // 100 for step in whole for number in step}) > 3
+    assert cut_off(make, tmp_path / "cut", STEPS, saves={"every_epochs": 1}, validation_data=validation) == whole
+
+
+@pytest.mark.long
+def test_random_numbers_of_samples_that_are_read_ahead_are_drawn_as_before(torchdata, tmp_path, cpus):
     def make():
         return stateful(torchdata, noisy(torchdata[0]))
 
-    whole = run(make, tmp_path / "whole", saves={"every_epochs": 2})
-    assert len({number // 100 for step in whole for number in step}) > 3
-    for where, seen in cut_off_anywhere(make, tmp_path).items():
-        assert seen == whole, where
+    with MirroredStrategy(cpus[:2]).scope():
+        whole = run(make, tmp_path / "whole", saves={"every_epochs": 2})
+        for where, seen in cut_off_anywhere(make, tmp_path).items():
+            assert seen == whole, where
+
+
+def test_a_pass_that_is_left_reads_no_more(torchdata):
+    data = stateful(torchdata)
+    adapter = loader_adapter(data)
+    source = LoaderSource.of_adapter(adapter, data)
+    source.dataset = adapter.get_tf_dataset()
+    built = source.iterator()  # as Keras does to build a model
+    next(built)
+    source.track_position(None)
+    assert list(built) == [] and source.order(None)["own"] is None
+    first = source.iterator()
+    next(first)
+    second = source.iterator()
+    assert list(first) == [] and len(list(second)) == STEPS
 
 
 def test_states_are_copied_exactly(torchdata):
@@ -158,30 +182,6 @@ def test_a_loader_without_a_state_is_drawn_again_or_an_error(torchdata, tmp_path
     run(make, tmp_path, 3)
     with pytest.raises(RuntimeError, match="its data is a DataLoader of PyTorch, which cannot be resumed"):
         run(make, tmp_path)
-
-
-def weights_of(data, callbacks, **options):
-    keras.utils.set_random_seed(1)
-    inputs = {"a": keras.Input((2,)), "b": keras.Input(())}
-    outputs = keras.layers.Dense(1)(keras.ops.concatenate([inputs["a"], inputs["b"][:, None]], axis=1))
-    model = keras.Model(inputs, outputs)
-    model.compile("sgd", "mse", weighted_metrics=["mae"])
-    history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks, **options)
-    return [*history.history.values(), *(weight.tolist() for weight in model.get_weights())]
-
-
-def test_batches_are_those_of_keras(grain, tmp_path):
-    """Dictionaries, several dtypes, weights of samples, a smaller last batch."""
-
-    def sample(number):
-        row = np.float32([number / 9, 1 / number])
-        return {"a": row, "b": np.int32(number)}, np.float64([number]), np.float32(number % 3)
-
-    def data():
-        return grain.MapDataset.source(Samples(IDS, sample)).seed(4).shuffle().batch(BATCH)
-
-    stock = weights_of(data(), [], validation_data=data())
-    assert weights_of(data(), [FailureRecovery(tmp_path)], validation_data=data()) == stock
 
 
 @pytest.mark.long

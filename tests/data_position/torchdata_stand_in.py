@@ -89,15 +89,18 @@ class StatefulDataLoader(DataLoader):
 
 class _Iterator:
     def __init__(self, loader, saved=None):
-        _common[0] += 1  # for a seed, as in PyTorch
         self._loader, self._drawn = loader, 0
-        self._generator = loader.generator or _of_global()
+        generator = loader.generator or _of_global()
+        self._shuffle(generator)
+        generator.draw()  # a seed, also for an iterator that continues, which discards the order above
         if saved is not None:
-            self._generator.set_state(saved[0]["generator"])
             self._drawn = saved[0]["drawn"]
-        self._began = self._generator.get_state()
-        numbers = np.arange(len(loader.dataset))
-        self._order = self._generator.draw().permutation(numbers) if loader._shuffle else numbers
+            generator.set_state(saved[0]["generator"])
+            self._shuffle(generator)
+
+    def _shuffle(self, generator):
+        self._began, numbers = generator.get_state(), np.arange(len(self._loader.dataset))
+        self._order = generator.draw().permutation(numbers) if self._loader._shuffle else numbers
 
     def __iter__(self):
         return self
