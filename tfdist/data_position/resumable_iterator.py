@@ -104,7 +104,8 @@ class ResumableIterator(EpochIteratorMixin):
         register_training_iterator(self)
         if self._source is None:
             self._source = source_for(self.data_adapter, self.dataset, self.strategy)
-        self._source.dataset, self._source.strategy = self.dataset, self.strategy
+        else:
+            self._source.dataset, self._source.strategy = self.dataset, self.strategy
 
     def prepare_adapter(self, adapter: Any) -> None:
         if self._data_of_training is not None:
