@@ -87,8 +87,9 @@ class ResumableIterator(EpochIteratorMixin):
     from the middle of the data, and skips the numbers of steps already made.
     """
 
+    _source: DatasetSource | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._source: DatasetSource | None = None
         self._data_of_training = kwargs.get("x") if is_of_training(kwargs) else None
         super().__init__(*args, **kwargs)
         self._finished: list[int] = []
