@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.data_position.dataset_source import DatasetSource
+from tfdist.data_position.loader_source import LoaderSource
 from tfdist.elastic.loop_member import LoopMember, LoopPosition
 from tfdist.utils.json_state import from_json, to_json
 
@@ -122,7 +123,8 @@ class ElasticLoop:
         `batch`.
 
         Args:
-            dataset: A `tf.data.Dataset` of global batches, or one that the strategy has distributed.
+            dataset: A `tf.data.Dataset` of global batches, or one that the strategy has distributed; a dataset or a
+                loader of Grain; torchdata's `StatefulDataLoader`.
             steps: After how many batches the pass ends, if not with the data.
 
         Raises:
@@ -165,6 +167,7 @@ class ElasticLoop:
                 if member is not None:
                     member.after_batch(here)
         finally:
+            source.end_pass(drawn)
             self._is_in_pass, self.batch = is_inner, outer_batch if is_inner else drawn
             self._finished.append((number, drawn))
             restore_signal()
@@ -181,21 +184,25 @@ class ElasticLoop:
                 return number, source
         if isinstance(dataset, tf.data.Dataset):
             distributed = self._strategy.experimental_distribute_dataset(dataset)
+            source = DatasetSource(None, distributed, self._strategy)
         elif isinstance(dataset, tf.distribute.DistributedDataset):
-            distributed = dataset
+            source = DatasetSource(None, dataset, self._strategy)
+        elif (of_loader := LoaderSource.of_loop(dataset, self._strategy)) is not None:
+            source = of_loader
         else:
             raise ValueError(
                 f"Invalid data of an ElasticLoop. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset of "
-                "global batches, or one that `strategy.experimental_distribute_dataset` has distributed. Make one by "
+                "global batches, one that `strategy.experimental_distribute_dataset` has distributed, a dataset of "
+                "Grain, or torchdata's StatefulDataLoader. Make one by "
                 "`tf.data.Dataset.from_tensor_slices(arrays).batch(size)`, or by `from_generator`."
             )
         if self._member is not None:
-            distributed = self._strategy._carry_counts(distributed, None)
-        source = DatasetSource(None, distributed, self._strategy)
-        if self._member is not None:
+            source.dataset = self._strategy._carry_counts(source.dataset, None)
             source.track_position(None)
         number = len(self._sources)
-        if number < len(self._their_seeds) and _seeds(source) != self._their_seeds[number]:
+        if number < len(self._their_seeds) and isinstance(source, LoaderSource):
+            source.restore(from_json(self._their_seeds[number]), None, False)
+        elif number < len(self._their_seeds) and _seeds(source) != self._their_seeds[number]:
             raise _other_data(f"seeds {_seeds(source)} of dataset {number}", f"{self._their_seeds[number]}")
         self._sources.append((dataset, source))
         return number, source
@@ -218,7 +225,9 @@ class ElasticLoop:
 
 
 def _seeds(source: DatasetSource) -> Any:
-    return to_json(source.order(None)["seeds"], name="data")
+    """Returns the seeds of a dataset as JSON; in their place, the state of a loader between two passes."""
+    order = source.order(None)
+    return to_json(order if isinstance(source, LoaderSource) else order["seeds"], name="data")
 
 
 def _other_data(received: str, expected: str) -> ValueError:

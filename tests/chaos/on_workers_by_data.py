@@ -8,6 +8,7 @@ PLAN is a JSON list with a fault for each attempt, `{"data", "rank", "at", "coun
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import faults
@@ -19,7 +20,9 @@ from worker_journal import Journal
 
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
-KINDS, EPOCHS = ("arrays", "PyDataset", "generator"), 2
+EPOCHS = 2
+LOADERS = {"Grain": "grain", "StatefulDataLoader": "torchdata"}  # kinds of data, and the packages that they need
+KINDS = ("arrays", "PyDataset", "generator", *(kind for kind in LOADERS if find_spec(LOADERS[kind])))
 
 
 def main(folder, plan):

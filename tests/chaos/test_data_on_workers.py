@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import worker_runs
-from on_workers_by_data import EPOCHS, KINDS
+from on_workers_by_data import EPOCHS, KINDS, LOADERS
+from optional_packages import require
 from training import NAN_STEP, STEPS
 from worker_runs import assert_as_undisturbed, counting_steps, launcher
 
@@ -18,6 +19,11 @@ PLAN = [
     {"data": "arrays", "rank": 0, "at": "on_train_batch_end", "count": 7, "do": "SIGKILL", "after_save": 9},
     {"data": "PyDataset", "rank": 0, "at": "on_train_batch_end", "count": STEPS + 4, "do": "SIGKILL", "after_save": 9},
     {"data": "generator", "rank": 1, "at": "on_train_batch_end", "count": STEPS + 1, "do": "SIGKILL", "after_save": 6},
+    *(
+        {"data": kind, "rank": 0, "at": "on_train_batch_end", "count": STEPS + 4, "do": "SIGKILL", "after_save": 9}
+        for kind in LOADERS
+        if kind in KINDS
+    ),
 ]
 
 
@@ -39,8 +45,9 @@ def disturbed(tmp_path_factory):
     return folder, run(folder, PLAN)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", dict.fromkeys([*KINDS, *LOADERS]))
 def test_each_kind_resumes_at_its_position(undisturbed, disturbed, kind):
+    require(*LOADERS.get(kind, "").split())
     folder, said = disturbed
     assert_as_undisturbed(undisturbed / kind, folder / kind, 2, said)
     steps = [[step for step, _ in counting] for counting in counting_steps(folder / kind, 2)]

@@ -56,6 +56,25 @@ class Samples(keras.layers.Layer):
         return inputs[:, 1:]
 
 
+def grain_dataset(*arrays):
+    """Batches of arrays, the samples in a different order in every epoch, without an end."""
+    import grain
+
+    samples = list(zip(*arrays, strict=True))
+    return grain.MapDataset.source(samples).seed(7).shuffle().repeat().to_iter_dataset().batch(BATCH)
+
+
+def stateful_data_loader(*arrays):
+    """The same by torchdata, with processes, until the end of an epoch."""
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    samples = torch.utils.data.TensorDataset(*map(torch.from_numpy, arrays))
+    generator = torch.Generator()
+    generator.manual_seed(7)
+    return StatefulDataLoader(samples, batch_size=BATCH, shuffle=True, generator=generator, num_workers=2)
+
+
 def data(kind):
     """Noise with labels, as arguments of `fit`: a shuffled dataset if no other kind. Its ids, from 1, come first."""
     random = np.random.default_rng(0)
@@ -71,6 +90,10 @@ def data(kind):
         return {"x": Batches(inputs, labels), "shuffle": True}
     if kind == "PyDataset with threads":
         return {"x": Batches(inputs, labels, workers=2), "shuffle": True}
+    if kind == "Grain":
+        return {"x": grain_dataset(inputs, labels), "steps_per_epoch": STEPS}
+    if kind == "StatefulDataLoader":
+        return {"x": stateful_data_loader(inputs, labels)}
     if kind == "generator":
         return {"x": endlessly(inputs, labels), "steps_per_epoch": STEPS}
     dataset = tf.data.Dataset.from_tensor_slices((inputs, labels)).shuffle(SAMPLES, seed=7).batch(BATCH)

@@ -1,6 +1,7 @@
 """Trainings that record the samples of every step, and their data."""
 
 import collections
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,6 +151,26 @@ def train(
     except InterruptedError:
         pass
     return run
+
+
+def assert_resumes(make: Any, strategy: Any, *, at_many_steps: bool) -> None:
+    """Trains once undisturbed and then from some of its positions, in fewer epochs if not `at_many_steps`."""
+    epochs = EPOCHS if at_many_steps else EPOCHS - 1
+    whole = train(make, strategy, epochs=epochs)
+    assert len(whole.steps) >= epochs * 2 and len(whole.logs) == epochs
+    first = sum(epoch == 0 for epoch, _, _ in whole.steps)
+    numbers = {1, first // 2, first, first + 1, len(whole.steps)} if at_many_steps else {first, first + 1}
+    for number, start in [(number, whole.positions[number]) for number in sorted(numbers)] + whole.ends[:1]:
+        position = json.loads(json.dumps(start.position))
+        rest = train(make, strategy, Start(start.epoch, position, start.random_state), epochs=epochs)
+        position.pop("order")
+        where = f"after {number} executions, at {position}"
+        assert rest.ids == whole.ids[number:], where
+        assert rest.steps == whole.steps[number:], where
+        assert rest.logs == whole.logs[start.epoch :], where
+        positions = [[at.position for at in run.positions] for run in (rest, whole)]
+        assert positions[0][1:] == positions[1][number + 1 :], where
+        assert [end for _, end in rest.ends] == [end for _, end in whole.ends[start.epoch :]], where
 
 
 class Numbers(keras.utils.PyDataset):

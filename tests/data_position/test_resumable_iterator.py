@@ -5,12 +5,11 @@ data. `data_runs.Run` describes what is compared.
 """
 
 import itertools
-import json
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from data_runs import BATCH, EPOCHS, Start, dataset, train
+from data_runs import BATCH, assert_resumes, dataset
 from position_cases import CASES
 from stock_strategy import stock_mirrored
 
@@ -73,30 +72,9 @@ RUNS = [
 ]
 
 
-def starts(run, name):
-    """Returns positions to resume at, each with the number of executions before it; fewer under strategies."""
-    first = sum(epoch == 0 for epoch, _, _ in run.steps)
-    numbers = {first, first + 1} if name != "none" else {1, first // 2, first, first + 1, len(run.steps)}
-    return [(number, run.positions[number]) for number in sorted(numbers)] + run.ends[:1]
-
-
 @pytest.mark.parametrize(("case", "name"), RUNS)
 def test_resumed_training_sees_the_remaining_samples(case, name, strategies):
-    make, strategy = CASES[case], strategies[name]
-    epochs = EPOCHS if name == "none" else EPOCHS - 1
-    whole = train(make, strategy, epochs=epochs)
-    assert len(whole.steps) >= epochs * 2 and len(whole.logs) == epochs
-    for number, start in starts(whole, name):
-        position = json.loads(json.dumps(start.position))
-        rest = train(make, strategy, Start(start.epoch, position, start.random_state), epochs=epochs)
-        position.pop("order")
-        where = f"after {number} executions, at {position}"
-        assert rest.ids == whole.ids[number:], where
-        assert rest.steps == whole.steps[number:], where
-        assert rest.logs == whole.logs[start.epoch :], where
-        positions = [[at.position for at in run.positions] for run in (rest, whole)]
-        assert positions[0][1:] == positions[1][number + 1 :], where
-        assert [end for _, end in rest.ends] == [end for _, end in whole.ends[start.epoch :]], where
+    assert_resumes(CASES[case], strategies[name], at_many_steps=name == "none")
 
 
 def test_steps_are_skipped_after_sharding(strategies):

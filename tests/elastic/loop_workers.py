@@ -46,14 +46,14 @@ class OneProcess:
         sums: The sums of each epoch that has ended: of its training data, and of its validation data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, data: Any) -> None:
         self.weights, self.sums = [0], []
-        self._data, self._checks = data(), checks()
+        self._data, self._checks = data, checks()
 
     def train(self, epochs: int) -> None:
         """Makes further epochs."""
         while len(self.sums) < epochs:
-            for number, batch in enumerate(self._data.as_numpy_iterator(), 1):
+            for number, batch in enumerate(self._data, 1):
                 self.weights.append(after(self.weights[-1], batch))
                 if number == CHECKED_BATCH:
                     self._check()
@@ -156,7 +156,7 @@ class LoopWorker(ThreadWorker):
             seen.reset_state()
             checked.reset_state()
             for batch in loop.batches(training_data):
-                run(train, batch)
+                run(train, batch[0] if isinstance(batch, tuple) else batch)
                 if loop.batch == CHECKED_BATCH:
                     for inner in loop.batches(validation_data):
                         run(check, inner)
@@ -187,12 +187,15 @@ class LoopWorker(ThreadWorker):
 class LoopWorkers(ThreadWorkers):
     """The workers of a loop."""
 
+    worker = LoopWorker
+    data_of_one = staticmethod(data)
+
     def __init__(self, size: int, **options: Any) -> None:
-        super().__init__(size, LoopWorker, **options)
+        super().__init__(size, self.worker, **options)
 
     def check(self) -> None:
         """Compares the weight of each worker after each of its steps, and the sums of its epochs, with one process."""
-        one = OneProcess()
+        one = OneProcess(self.data_of_one())
         one.train(max(len(worker.log.sums) for worker in self.all) + 1)
         for worker in self.all:
             steps = sorted(worker.totals)

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import tensorflow as tf
-from loop_workers import LoopWorker, LoopWorkers
+import torchdata_stand_in
+from loop_workers import BATCH, ROWS, LoopWorker, LoopWorkers
 from loop_workers import data as training_data
 from thread_workers import training, wait_until
 
@@ -29,6 +30,29 @@ def test_workers_that_are_lost_within_a_step_join_again():
         workers.of_rank(1).kill()
         workers.of_rank(2).kill()
         workers.wait_for_steps(0, steps=12)
+        workers.finish()
+
+
+def test_workers_join_a_loop_over_a_loader(monkeypatch):
+    """Its order depends on the passes before; the worker that joins draws none of their batches."""
+    torch, loader = torchdata_stand_in.install(monkeypatch)
+
+    def data():
+        rows = [(torch.tensor(number),) for number in range(1, ROWS)]
+        return loader(rows, batch_size=BATCH, shuffle=True, generator=torch.Generator(7))
+
+    def data_of_one():
+        rows = data()
+        next(iter(rows))  # the loop reads the shapes of batches first
+        return rows
+
+    worker = type("LoaderWorker", (LoopWorker,), {"data": staticmethod(data)})
+    kind = type("LoaderWorkers", (LoopWorkers,), {"worker": worker, "data_of_one": staticmethod(data_of_one)})
+    with training(2, kind) as workers:
+        workers.of_rank(1).kill()
+        workers.wait_for_steps(0, steps=8)
+        workers.start(1)
+        workers.wait_for_steps(0, 1, steps=8)
         workers.finish()
 
 

@@ -92,6 +92,12 @@ class DatasetSource:
         python = None if self._python is None else self._python.states(within_pass=drawn is not None)
         return {"seeds": random_seeds(self.dataset), "python": python}
 
+    def end_pass(self, drawn: int) -> None:
+        """Called before `order(None)`: `drawn` batches were drawn from the last iterator."""
+
+    def close(self) -> None:
+        """Frees what reads ahead; the training has ended."""
+
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
         """Raises or warns if the order cannot be repeated; draws nothing.
 
@@ -308,9 +314,10 @@ class GeneratorSource(DatasetSource):
         if not replay:
             raise RuntimeError(
                 f"Training cannot resume: its data is a {self.kind}, which cannot be resumed in the middle. Received: "
-                f"{sum(drawn)} batches drawn before the restart. Expected: a tf.data.Dataset, a keras.utils.PyDataset "
-                "or arrays. Or allow `replay` (`replay_data=True` of FailureRecovery), which draws and discards the "
-                "same number of batches; the generator must then yield the same batches in every run."
+                f"{sum(drawn)} batches drawn before the restart. Expected: a tf.data.Dataset, a keras.utils.PyDataset, "
+                "a Grain dataset, torchdata's StatefulDataLoader or arrays. Or allow `replay` (`replay_data=True` of "
+                "FailureRecovery), which draws and discards the same number of batches; the generator must then yield "
+                "the same batches in every run."
             )
         if len(drawn) > 1:
             raise RuntimeError(

@@ -14,12 +14,14 @@ from tfdist.data_position.dataset_source import (
     SelectableSource,
     WorkerDatasetSource,
 )
+from tfdist.data_position.loader_source import LoaderSource
 from tfdist.data_position.position import Json, Position, check_same_data, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import (
     RunningFit,
     fit_validating_with,
+    is_of_training,
     register_training_iterator,
     running_fit,
     track_running_fits,
@@ -85,9 +87,11 @@ class ResumableIterator(EpochIteratorMixin):
     from the middle of the data, and skips the numbers of steps already made.
     """
 
+    _source: DatasetSource | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._data_of_training = kwargs.get("x") if is_of_training(kwargs) else None
         super().__init__(*args, **kwargs)
-        self._source: DatasetSource | None = None
         self._finished: list[int] = []
         self._is_open = False  # whether an iterator exists that is not in `_finished`
         self._may_create = True
@@ -96,8 +100,17 @@ class ResumableIterator(EpochIteratorMixin):
         self._validation = ValidationProgress()
         self._traits: Json | None = None
         self.resume_cost = ResumeCost()
-        if register_training_iterator(self, kwargs):
+        if not is_of_training(kwargs):
+            return
+        register_training_iterator(self)
+        if self._source is None:
             self._source = source_for(self.data_adapter, self.dataset, self.strategy)
+        else:
+            self._source.dataset, self._source.strategy = self.dataset, self.strategy
+
+    def prepare_adapter(self, adapter: Any) -> None:
+        if self._data_of_training is not None:
+            self._source, self._data_of_training = LoaderSource.of_adapter(adapter, self._data_of_training), None
 
     @property
     def element_spec(self) -> Any:
@@ -108,6 +121,7 @@ class ResumableIterator(EpochIteratorMixin):
         """Prepares for calls of `position` in `fit`; warns if the order of the data cannot be repeated."""
         if self._source is not None and self._fit is None:
             self._source.track_position(self.steps_per_epoch)
+            fit.on_end(self._source.close)
         self._fit = fit
 
     def on_fit_end(self, function: Callable[[], object]) -> None:
@@ -125,6 +139,8 @@ class ResumableIterator(EpochIteratorMixin):
         source = self._training_source()
         continues = next_step > 0 or (bool(self.steps_per_epoch) and self.has_iterator)
         current = self.batches_drawn if self._is_open and continues else None
+        if current is None and (drawn := self._drawn()):
+            source.end_pass(drawn[-1])
         return Position(
             next_step=next_step,
             finished=tuple(self._finished) if continues else self._drawn(),

@@ -36,7 +36,7 @@ class LoopPosition:
         dataset: The dataset of the present pass: its number, in the order in which the loop has used them first.
         finished: The dataset and the number of batches of each pass that has ended.
         order: What determines the order of the dataset, as JSON.
-        seeds: The seeds of all datasets that have been used, as JSON.
+        seeds: The seeds of all datasets that have been used, or the states of loaders between two passes, as JSON.
     """
 
     epoch: int = 0

@@ -25,6 +25,7 @@ def last_step(model: Any, batch: int) -> int:
 
 _ADAPTERS = "keras.src.trainers.data_adapters"
 ARRAYS, DATASET, PY_DATASET, GENERATOR = "arrays", "tf.data.Dataset", "keras.utils.PyDataset", "generator"
+GRAIN, TORCH = "Grain dataset", "DataLoader of PyTorch"
 _KINDS = {
     private(f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter", "shuffles without a generator that can be saved"): (
         ARRAYS
@@ -32,6 +33,10 @@ _KINDS = {
     private(f"{_ADAPTERS}.tf_dataset_adapter:TFDatasetAdapter", "holds the dataset that was given to `fit`"): DATASET,
     private(f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter", "shuffles in a thread, with `random`"): PY_DATASET,
     private(f"{_ADAPTERS}.generator_data_adapter:GeneratorDataAdapter", "can be read only once"): GENERATOR,
+    private(f"{_ADAPTERS}.torch_data_loader_adapter:TorchDataLoaderAdapter", "makes its iterators itself"): TORCH,
+    private(  # the path is not put together, as for all symbols of later versions: a test reads it
+        "keras.src.trainers.data_adapters.grain_dataset_adapter:GrainDatasetAdapter", "likewise", since="3.11"
+    ): GRAIN,
 }
 
 
@@ -39,12 +44,10 @@ class EpochIteratorMixin:
     """Base of extensions of Keras' epoch iterator, and their view of its private state.
 
     Attributes:
-        data_adapter: Keras' adapter of the data.
         steps_per_epoch: The argument of `fit`.
         steps_per_execution: The argument of `compile`.
     """
 
-    data_adapter: Any
     steps_per_epoch: int | None
     steps_per_execution: int
     _current_iterator: Any
@@ -52,6 +55,19 @@ class EpochIteratorMixin:
     _distributed_dataset: Any
     _num_batches: int | None
     _steps_seen: int
+
+    @property
+    def data_adapter(self) -> Any:
+        """Keras' adapter of the data."""
+        return self.__dict__["data_adapter"]
+
+    @data_adapter.setter
+    def data_adapter(self, adapter: Any) -> None:
+        self.__dict__["data_adapter"] = adapter
+        self.prepare_adapter(adapter)
+
+    def prepare_adapter(self, adapter: Any) -> None:
+        """Called before Keras makes a dataset of its adapter."""
 
     def iterator_factory(self) -> Callable[[], Any] | None:
         """Returns a function that creates the next iterator; `None` for Keras' own iterator."""

@@ -87,15 +87,14 @@ def track_running_fits() -> None:
     wrap_callback_list("on_train_end", _on_train_end)
 
 
-def register_training_iterator(iterator: Any, arguments: Iterable[str]) -> bool:
-    """Whether an epoch iterator is over training data. Call this once, when it is created.
+def is_of_training(arguments: Iterable[str]) -> bool:
+    """Whether an epoch iterator is over training data, by the names of the arguments that it is created with."""
+    return "class_weight" in arguments  # only training has them
 
-    `arguments` are the names of those that it was created with. Only training has class weights.
-    """
-    if "class_weight" not in arguments:
-        return False
+
+def register_training_iterator(iterator: Any) -> None:
+    """Registers the epoch iterator of the next `fit` in this thread."""
     _running.newest_iterator = weakref.ref(iterator)
-    return True
 
 
 def fit_validating_with(iterator: Any) -> RunningFit | None:
