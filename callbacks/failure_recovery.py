@@ -38,7 +38,7 @@ from tfdist.recovery.recovery_warnings import (
 )
 from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
-from tfdist.recovery.training_state import TrainingProgress, TrainingState
+from tfdist.recovery.training_state import TrainingProgress, state_of_fit
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 from tfdist.training.strategy_protocol import training_strategy
 
@@ -160,7 +160,7 @@ class FailureRecovery(LastCallback):
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
         timeout = self._store.peer_timeout_seconds
-        self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
+        self._state = state_of_fit(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
         if self._coordination.is_chief:
             warn_lost_callback_state(self.others)
         sequence, self._attempt, self._is_locked = None, "", False

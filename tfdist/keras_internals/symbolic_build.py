@@ -76,6 +76,53 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
         _build_without_call(model)
 
 
+class LateMetrics:
+    """The metrics and loss trackers of a compiled model that Keras creates in the first step, from its results."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def exist_later(self) -> bool:
+        """Whether some do not exist yet."""
+        return bool(self._unbuilt)
+
+    def call_when_created(self, function: Callable[[], None]) -> None:
+        """Calls `function` whenever Keras has created some of them, before they are used. Only the last one is called.
+
+        That is while it traces a step, or before it if there is a strategy: then they exist after `_symbolic_build`.
+        """
+        model = self._model
+        for part in self._unbuilt:
+            _call_after(part, "build", lambda part=part: _has_values(part) and function())
+        if self._unbuilt:
+            _call_after(model, "_symbolic_build", function)
+
+    @property
+    def _unbuilt(self) -> list[Any]:
+        parts = [getattr(self._model, name, None) for name in ("_compile_metrics", "_compile_loss")]
+        return [part for part in parts if part is not None and not part.built]
+
+
+def _has_values(part: Any) -> bool:
+    """Whether the variables are more than symbols, as they are within `_symbolic_build`."""
+    return all(variable._value is not None for variable in part.variables)
+
+
+def _call_after(owner: Any, name: str, function: Callable[[], Any]) -> None:
+    """Calls `function` outside of graphs after the next call of a method of this object."""
+    method = getattr(type(owner), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        vars(owner).pop(name, None)
+        result = method(owner, *args, **kwargs)
+        with tf.init_scope():
+            function()
+        return result
+
+    vars(owner)[name] = call  # bypasses Keras' tracking of attributes
+
+
 @patch
 def add_early_check(check: Callable[[Any, Any], None]) -> None:
     """Calls `check(strategy, dataset)` when `fit` or `evaluate` starts. Adding the same check again has no effect.
