@@ -120,6 +120,8 @@ class LoopWorker(ThreadWorker):
                 experimental_distribute_dataset=lambda dataset: dataset,
                 _carry_counts=lambda dataset, batches: dataset,
                 scope=contextlib.nullcontext,
+                num_replicas_in_sync=1,
+                extended=SimpleNamespace(worker_devices=("CPU:0",)),
                 compression_state=SimpleNamespace(variables=(), replicas={}),
             ),
         )

@@ -1,5 +1,6 @@
 """Builds Keras models from the shapes that a dataset declares, without drawing a batch; checks before that."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ class LateMetrics:
         """
         model = self._model
         for part in self._unbuilt:
-            _call_after(part, "build", lambda part=part: _has_values(part) and function())
+            _call_after(part, "build", functools.partial(_call_if_it_has_values, part, function))
         if self._unbuilt:
             _call_after(model, "_symbolic_build", function)
 
@@ -104,9 +105,9 @@ class LateMetrics:
         return [part for part in parts if part is not None and not part.built]
 
 
-def _has_values(part: Any) -> bool:
-    """Whether the variables are more than symbols, as they are within `_symbolic_build`."""
-    return all(variable._value is not None for variable in part.variables)
+def _call_if_it_has_values(part: Any, function: Callable[[], None]) -> None:
+    if all(variable._value is not None for variable in part.variables):  # no symbols, as within `_symbolic_build`
+        function()
 
 
 def _call_after(owner: Any, name: str, function: Callable[[], Any]) -> None:

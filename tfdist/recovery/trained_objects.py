@@ -1,7 +1,7 @@
 """What a custom loop trains: the objects that the program names, their variables, and their state in Python."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,26 +21,9 @@ from tfdist.recovery.callback_state import CallbackStates
 from tfdist.recovery.trained_model import variables_of_metrics
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.utils.json_state import from_json, to_json
+from tfdist.utils.state_methods import StateMethods, state_methods
 
 Json = dict[str, Any]
-
-_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-
-
-class StateMethods(NamedTuple):
-    """The methods by which an object saves its own state."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-
-
-def state_methods(one: Any) -> StateMethods | None:
-    """Returns the methods of an object with `state_dict` and `load_state_dict`, or `get_state` and `set_state`."""
-    for names in _METHODS:
-        methods = [getattr(one, name, None) for name in names]
-        if all(map(callable, methods)):
-            return StateMethods(*methods)
-    return None
 
 
 class TrainedObjects:

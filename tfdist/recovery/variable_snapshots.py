@@ -173,8 +173,9 @@ class VariableSnapshots:
             ValueError: If the values of needed ranks are missing.
         """
         saved = group_by_variable(per_replica)
-        generators = [name.removeprefix(GENERATORS) for name in saved if name.startswith(GENERATORS)]
-        create_generators(generators, self._strategy)
+        generators = {name: values for name, values in saved.items() if name.startswith(GENERATORS)}
+        are_of_replicas = {name.removeprefix(GENERATORS): len(values) > 1 for name, values in generators.items()}
+        create_generators(are_of_replicas, self._strategy)
         named = NamedVariables(self._trained)
         self._assign(named.per_replica, saved, description)
         _rescale_accumulators(self._strategy, named, saved, description, are_split=False)
