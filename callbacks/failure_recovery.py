@@ -2,14 +2,13 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
-from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
+from tfdist.callbacks.strategy_support import check_strategies_early, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
 from tfdist.checkpoint import Checkpoint, open_store
 from tfdist.cluster import seed_of_run
@@ -18,6 +17,7 @@ from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
+from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices
@@ -32,9 +32,10 @@ from tfdist.recovery.recovery_warnings import (
     warn_training_complete,
 )
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
-from tfdist.recovery.training_saves import TrainingSaves
+from tfdist.recovery.training_saves import TrainingSaves, say
 from tfdist.recovery.training_state import TrainingProgress, state_of_fit
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
+from tfdist.training.strategy_kinds import rank_and_num_workers
 from tfdist.training.strategy_protocol import training_strategy
 
 
@@ -169,7 +170,7 @@ class FailureRecovery(LastCallback):
         self._reports_resume_cost = False
         self._was_complete = self._is_terminated_by_nan = False
         self._progress, self._logs = TrainingProgress(), None
-        self._learning_rates = InitialLearningRates(self.model)
+        self._learning_rates = InitialLearningRates(optimizers_of(self.model))
         self._drawn = drawn_before_fit(seed_of_run(os.environ))
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -397,5 +398,4 @@ class FailureRecovery(LastCallback):
 
     def _say(self, message: str) -> None:
         if self._coordination.is_chief and self.params.get("verbose"):
-            sys.stdout.write(f"FailureRecovery: {message}\n")
-            sys.stdout.flush()
+            say(f"FailureRecovery: {message}")

@@ -49,7 +49,7 @@ class TrainedObjects:
 
     def __init__(self, objects: Any, strategy: Any) -> None:
         self.strategy = strategy
-        self._parts = list(_flat(objects))
+        self._parts = list(flat_objects(objects))
         self.layers = [one for _, one in self._parts if isinstance(one, keras.layers.Layer)]
         self.with_state: dict[str, StateMethods] = {}
         for name, one in self._parts:
@@ -232,7 +232,12 @@ def _methods_of(name: str, one: Any) -> StateMethods:
     return methods
 
 
-def _flat(objects: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat_objects(objects: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the objects in lists, tuples and dicts with their names.
+
+    >>> list(flat_objects({"a": [1, 2], "b": 3}))
+    [('a/0', 1), ('a/1', 2), ('b', 3)]
+    """
     parts: list[tuple[Any, Any]]
     if isinstance(objects, Mapping):
         parts = list(objects.items())
@@ -242,4 +247,4 @@ def _flat(objects: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, objects
         return
     for key, one in parts:
-        yield from _flat(one, f"{name}/{key}" if name else str(key))
+        yield from flat_objects(one, f"{name}/{key}" if name else str(key))

@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,12 @@ from tfdist.recovery.training_state import TrainingState
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 
 Json = dict[str, Any]
+
+
+def say(message: str) -> None:
+    """Prints a line at once."""
+    sys.stdout.write(f"{message}\n")
+    sys.stdout.flush()
 
 
 class TrainingSaves:
@@ -42,7 +49,7 @@ class TrainingSaves:
         state: TrainingState,
         *,
         background: bool,
-        on_end: Callable[[Callable[[], object]], None],
+        on_end: Callable[[Callable[[], object]], object],
         of_loop: bool = False,
     ) -> None:
         self._store, self._coordination, self._state = store, coordination, state
