@@ -32,7 +32,7 @@ from tfdist.recovery.recovery_warnings import (
     warn_training_complete,
 )
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
-from tfdist.recovery.training_saves import TrainingSaves, say
+from tfdist.recovery.training_saves import TrainingSaves, print_line
 from tfdist.recovery.training_state import TrainingProgress, state_of_fit
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 from tfdist.training.strategy_kinds import rank_and_num_workers
@@ -302,7 +302,7 @@ class FailureRecovery(LastCallback):
         if self._saved_progress != self._progress:
             self._save(is_last=True)
         self._training_saves.wait()
-        self._say_preempted()
+        self._training_saves.say_preempted(self._progress, self._progress.step, self._say)
 
     def finish_saves(self) -> None:
         """Waits for what is being written, and logs its error."""
@@ -391,11 +391,9 @@ class FailureRecovery(LastCallback):
 
     def _exit(self) -> None:
         assert self._preemption is not None
-        self._training_saves.exit_preempted(self._preemption, self.others, self._say_preempted)
-
-    def _say_preempted(self) -> None:
-        self._say(self._training_saves.described_preemption(self._progress, self._progress.step))
+        progress = self._progress
+        self._training_saves.exit_preempted(self._preemption, self.others, progress, progress.step, self._say)
 
     def _say(self, message: str) -> None:
         if self._coordination.is_chief and self.params.get("verbose"):
-            say(f"FailureRecovery: {message}")
+            print_line(f"FailureRecovery: {message}")

@@ -10,9 +10,8 @@ from interruptions import Interrupt, Interrupted
 from small_training import fit
 
 from tfdist.callbacks import FailureRecovery, failure_recovery
-from tfdist.recovery import training_saves
 from tfdist.checkpoint import CheckpointError, DirectoryLock, sharded_save
-from tfdist.recovery import worker_coordination
+from tfdist.recovery import training_saves, worker_coordination
 
 pytestmark = pytest.mark.usefixtures("cpus")
 ROOT = Path(__file__).resolve().parents[2]

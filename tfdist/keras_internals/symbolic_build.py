@@ -1,7 +1,7 @@
 """Builds Keras models from the shapes that a dataset declares, without drawing a batch; checks before that."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -89,15 +89,18 @@ class LateMetrics:
         return bool(self._unbuilt)
 
     def call_when_created(self, function: Callable[[], None]) -> None:
-        """Calls `function` whenever Keras has created some of them, before they are used. Only the last one is called.
+        """Calls `function` whenever Keras has created some of them, before they are used, unless they are reset before.
 
         That is while it traces a step, or before it if there is a strategy: then they exist after `_symbolic_build`.
+        Only the last `function` is called.
         """
-        model = self._model
+        model, waiting = self._model, [function]
         for part in self._unbuilt:
-            _call_after(part, "build", functools.partial(_call_if_it_has_values, part, function))
+            _call_after(part, "build", functools.partial(_call_if_it_has_values, part, waiting))
         if self._unbuilt:
-            _call_after(model, "_symbolic_build", function)
+            _call_after(model, "_symbolic_build", lambda: [one() for one in waiting])
+            # `train_on_batch` resets all metrics before it traces its step.
+            _call_after(model._loss_tracker, "reset_state", waiting.clear)
 
     @property
     def _unbuilt(self) -> list[Any]:
@@ -105,9 +108,10 @@ class LateMetrics:
         return [part for part in parts if part is not None and not part.built]
 
 
-def _call_if_it_has_values(part: Any, function: Callable[[], None]) -> None:
+def _call_if_it_has_values(part: Any, functions: Sequence[Callable[[], None]]) -> None:
     if all(variable._value is not None for variable in part.variables):  # no symbols, as within `_symbolic_build`
-        function()
+        for function in functions:
+            function()
 
 
 def _call_after(owner: Any, name: str, function: Callable[[], Any]) -> None:

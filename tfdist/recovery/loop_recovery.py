@@ -21,7 +21,7 @@ from tfdist.recovery.random_generators import drawn_before_fit
 from tfdist.recovery.recovery_warnings import InitialLearningRates, warn_other_seed, warn_signals_not_handled
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.trained_objects import ObjectStates, TrainedObjects, flat_objects
-from tfdist.recovery.training_saves import TrainingSaves, say
+from tfdist.recovery.training_saves import TrainingSaves, print_line
 from tfdist.recovery.training_state import TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
@@ -321,7 +321,8 @@ class LoopRecovery:
         if is_due or is_preempted or self._is_save_asked:
             self._save()
         if is_preempted:
-            self._training_saves.exit_preempted(self._preemption, (), self._say_preempted)
+            step = self._passes.steps
+            self._training_saves.exit_preempted(self._preemption, (), self._progress(), step, self._say)
 
     def _save(self, *, must_succeed: bool = False) -> None:
         progress, epoch = self._progress(), self._passes.epoch
@@ -361,12 +362,9 @@ class LoopRecovery:
                 "`with LoopRecovery(…) as recovery:` around the loop."
             )
 
-    def _say_preempted(self) -> None:
-        self._say(self._training_saves.described_preemption(self._progress(), self._passes.steps))
-
     def _say(self, message: str) -> None:
         if self._coordination.is_chief and self._verbose:
-            say(f"LoopRecovery: {message}")
+            print_line(f"LoopRecovery: {message}")
 
 
 def _check_strategy(strategy: Any) -> None:

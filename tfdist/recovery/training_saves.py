@@ -19,7 +19,7 @@ from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 Json = dict[str, Any]
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """Prints a line at once."""
     sys.stdout.write(f"{message}\n")
     sys.stdout.flush()
@@ -94,7 +94,7 @@ class TrainingSaves:
         An object store that does not answer is an error if this save `must_succeed`, else a warning: the next may.
 
         Args:
-            progress: What `is_committed` is asked for later.
+            progress: What `say_preempted` gets after it.
             metadata: What `tfdist checkpoints` shows, equal on all workers, as JSON; with "step".
             rank_metadata: Returns what belongs to this worker, as JSON, after all steps have ended.
             model: The model that `fit` trains.
@@ -102,7 +102,7 @@ class TrainingSaves:
             must_succeed: Whether a store that does not answer is an error.
 
         Returns:
-            For how many seconds the training has stood still; None if this worker does not save.
+            For how many seconds the training has stalled; None if this worker does not save.
         """
         rank, num_workers = self._coordination.rank, self._coordination.num_workers
         saving = self._coordination.begin_save(model, is_last=is_last)
@@ -162,26 +162,26 @@ class TrainingSaves:
         """Waits for what is being written, and logs its error."""
         self._writer.drain()
 
-    def is_committed(self, progress: Any) -> bool:
-        """Whether this worker has committed the checkpoint of this progress, as the last one."""
-        return bool(self._committed == progress)
-
-    def exit_preempted(self, preemption: PreemptionHandler, callbacks: Iterable[Any], say: Callable[[], None]) -> None:
-        """Ends this process after a last save, with the exit code of a preemption. All workers call this.
-
-        `say` is called when the chief has committed.
-        """
+    def exit_preempted(
+        self,
+        preemption: PreemptionHandler,
+        callbacks: Iterable[Any],
+        progress: Any,
+        step: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Ends this process after a last save, with the exit code of a preemption. All workers call this."""
         assert isinstance(self._coordination, WorkerCoordination)
         self._writer.wait()
         self._coordination.wait_to_exit()  # the chief has committed
-        say()
+        self.say_preempted(progress, step, say)
         preemption.mark_exiting()
         exit_process(PREEMPTED_EXIT_CODE, callbacks, is_alone=self._coordination.num_workers == 1)
 
-    def described_preemption(self, progress: Any, step: int) -> str:
-        """Returns what is said of a last save."""
-        saved = "saved" if self.is_committed(progress) else "not saved"
-        return f"preempted: {saved} after step {step}; exit code {PREEMPTED_EXIT_CODE}"
+    def say_preempted(self, progress: Any, step: int, say: Callable[[str], None]) -> None:
+        """Says whether the last save, of this progress, is committed."""
+        saved = "saved" if self._committed == progress else "not saved"
+        say(f"preempted: {saved} after step {step}; exit code {PREEMPTED_EXIT_CODE}")
 
     def _choose(self) -> tuple[int | None, str]:
         """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
