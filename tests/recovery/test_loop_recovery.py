@@ -237,6 +237,11 @@ def test_other_state_is_named(tmp_path):
         list(recovery.steps(tf.data.Dataset.range(1).map(float)))
 
 
+def test_a_loop_without_epochs_and_interval_is_warned_of(tmp_path):
+    with loop(tmp_path) as recovery, pytest.warns(UserWarning, match="saves this loop at its end only"):
+        list(recovery.steps(range(1)))
+
+
 def test_a_rate_that_has_changed_is_warned_of(tmp_path):
     train_on_batches(tmp_path, 0.5)
     with pytest.warns(UserWarning, match=r"Received: 0.25.*To change the rate, assign it in the loop"):

@@ -37,9 +37,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sharded_state": frozenset({"collectives", "compression", "internals", "updates"}),
     "updates": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
-    "elastic": frozenset(
-        "checkpoint cluster collectives data_position exchange internals membership recovery utils".split()
-    ),
+    "elastic": frozenset("checkpoint cluster data_position exchange internals membership recovery utils".split()),
     "membership": frozenset({"exchange", "transport", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),

@@ -18,7 +18,12 @@ from tfdist.data_position.loop_sources import source_of_loop
 from tfdist.data_position.resumable_iterator import warn_of_resharding
 from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices
 from tfdist.recovery.random_generators import drawn_before_fit
-from tfdist.recovery.recovery_warnings import InitialLearningRates, warn_other_seed, warn_signals_not_handled
+from tfdist.recovery.recovery_warnings import (
+    InitialLearningRates,
+    warn_other_seed,
+    warn_saved_at_end_only,
+    warn_signals_not_handled,
+)
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.trained_objects import ObjectStates, TrainedObjects, flat_objects
 from tfdist.recovery.training_saves import TrainingSaves, print_line
@@ -114,7 +119,8 @@ class LoopRecovery:
                 called.
             every_steps: Save after this number of steps.
             every_seconds: Save when the last save was this many seconds ago.
-            every_epochs: Save at the end of every so many `epochs`. Defaults to 1 if no interval is given.
+            every_epochs: Save at the end of every so many `epochs`. Defaults to 1 if no interval is given; a warning says
+                so where the loop has none.
             keep: How many checkpoints to keep at least; after a restart there may be up to `2 * keep - 1`.
             peer_timeout_seconds: How long the chief waits for the other workers' parts of a checkpoint, and they for
                 the chief before training begins.
@@ -183,6 +189,7 @@ class LoopRecovery:
             RuntimeError: Outside of `with`.
         """
         self._check_entered("epochs")
+        self._has_epochs = True
         return self._epochs(number)
 
     def steps(self, dataset: Any, limit: int | None = None) -> Iterator[tuple[int, Any]]:
@@ -230,6 +237,7 @@ class LoopRecovery:
             self._store, coordination, self._state, background=self._background, on_end=cleanup.callback, of_loop=True
         )
         self._passes, self._is_save_asked, self._is_in_step = LoopPasses(self._source_of), False, False
+        self._has_epochs = False
         self._learning_rates = InitialLearningRates(self._trained.optimizers())
         self._drawn = drawn_before_fit(seed_of_run(os.environ))
         checkpoint = self._training_saves.choose()
@@ -275,7 +283,7 @@ class LoopRecovery:
         self._say(f"resuming in epoch {position.epoch + 1}, after step {position.steps}")
 
     def _finish(self) -> None:
-        if not self._passes.is_resuming and self._saved != self._progress():
+        if not self._passes.is_resuming and (self._is_save_asked or self._saved != self._progress()):
             self._save(must_succeed=True)
         self._training_saves.wait()
         self._preemption.close()
@@ -297,6 +305,8 @@ class LoopRecovery:
                 "pass after another. Draw from data within a pass, such as validation data, directly; join datasets "
                 "that are drawn together by `tf.data.Dataset.zip`."
             )
+        if not self._has_epochs and self._interval.steps is None and self._interval.seconds is None:
+            warn_saved_at_end_only()
         try:
             for batch in self._passes.batches(dataset, limit):
                 self._is_in_step = True

@@ -53,6 +53,14 @@ def warn_signals_not_handled(recovery: str = "FailureRecovery", training: str = 
     )
 
 
+def warn_saved_at_end_only() -> None:
+    """Warns that a custom loop without epochs has no other interval between two saves."""
+    warn_always(
+        "LoopRecovery saves this loop at its end only. Received: a pass outside of `recovery.epochs`, and no interval "
+        "between two saves. Expected: `every_steps`, `every_seconds`, or epochs that `recovery.epochs` numbers."
+    )
+
+
 def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any], training: str = "`fit`") -> None:
     """Warns that the program has drawn other numbers before `fit`, or a loop, than before the checkpoint, as a split.
 

@@ -55,7 +55,7 @@ class TrainedObjects:
         for name, one in self._parts:
             if isinstance(one, keras.layers.Layer):
                 _check_built(name, one)
-            elif not isinstance(one, _WITH_VARIABLES):
+            elif not _has_variables(one):
                 self.with_state[name] = _methods_of(name, one)
         self._late = {name: LateMetrics(one) for name, one in self._parts if isinstance(one, keras.Model)}
 
@@ -187,20 +187,19 @@ class ObjectStates:
             one.set(from_json(values[name], tensors))
 
 
-_PLAIN = keras.Variable | tf.Variable
-_GENERATORS = keras.random.SeedGenerator | tf.random.Generator
-_WITH_VARIABLES = (
-    keras.layers.Layer | keras.optimizers.Optimizer | keras.metrics.Metric | keras.Variable | tf.Variable | _GENERATORS
-)
+def _has_variables(one: Any) -> bool:
+    is_of_keras = isinstance(one, keras.layers.Layer | keras.optimizers.Optimizer | keras.metrics.Metric)
+    return is_of_keras or bool(_variables_of(one))
 
 
 def _variables_of(one: Any) -> Sequence[ModelVariable]:
     """Returns the variables of an object, besides those of optimizers and metrics."""
     if isinstance(one, keras.layers.Layer):
         return model_variables(one)
-    if isinstance(one, _PLAIN):  # may differ between the workers
+    if isinstance(one, keras.Variable | tf.Variable):  # may differ between the workers
         return [ModelVariable(STATE, "value", one)]
-    return [ModelVariable(SEED, "state", one.state)] if isinstance(one, _GENERATORS) else []
+    is_generator = isinstance(one, keras.random.SeedGenerator | tf.random.Generator)
+    return [ModelVariable(SEED, "state", one.state)] if is_generator else []
 
 
 def _with_inner(optimizer: Any) -> Iterator[Any]:
