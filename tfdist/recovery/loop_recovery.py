@@ -119,8 +119,8 @@ class LoopRecovery:
                 called.
             every_steps: Save after this number of steps.
             every_seconds: Save when the last save was this many seconds ago.
-            every_epochs: Save at the end of every so many `epochs`. Defaults to 1 if no interval is given; a warning says
-                so where the loop has none.
+            every_epochs: Save at the end of every so many `epochs`. Defaults to 1 if no interval is given; a warning
+                says so where the loop has none.
             keep: How many checkpoints to keep at least; after a restart there may be up to `2 * keep - 1`.
             peer_timeout_seconds: How long the chief waits for the other workers' parts of a checkpoint, and they for
                 the chief before training begins.
