@@ -1,7 +1,8 @@
 """A GAN in a custom loop: two models and optimizers, metrics, and every kind of random generator.
 
-python gan_loop.py FOLDER kills COUNT     kills the loop COUNT times by SIGKILL, at random moments
-tfdist run ... gan_loop.py FOLDER worker  a worker; it ends itself in the steps of FAULTS, one in each attempt
+`gan_loop.py FOLDER kills COUNT` kills the loop COUNT times by SIGKILL, at random moments. Under `tfdist run`,
+`gan_loop.py FOLDER worker OPTIONS` is a worker, with "compressed" gradients or a "sharded" state of the optimizer; it
+ends itself in the steps of FAULTS, one in each attempt.
 """
 
 import os
@@ -149,7 +150,10 @@ def _work(folder):
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
     attempt = int(os.environ["TFDIST_ATTEMPT"])
-    strategy = MultiWorkerMirroredStrategy(compression="powersgd:2", shard_optimizer_state=False)
+    is_sharded = sys.argv[3] == "sharded"
+    strategy = MultiWorkerMirroredStrategy(
+        **({"shard_optimizer_state": True} if is_sharded else {"compression": "powersgd:2"})
+    )
 
     def in_step(step):
         rank, at, number = FAULTS[attempt] if attempt < len(FAULTS) else (0, None, 0)
