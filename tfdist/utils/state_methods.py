@@ -1,5 +1,6 @@
 """Objects that save and restore their own state by two methods."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,10 @@ def state_methods(one: Any) -> StateMethods | None:
     (3, None)
     """
     for names in _NAMES:
-        get, put = (getattr(one, name, None) for name in names)
-        if callable(get) and callable(put):
-            return StateMethods(get, put)
+        if all(callable(getattr(one, name, None)) for name in names):
+            return StateMethods(*(functools.partial(_call, one, name) for name in names))
     return None
+
+
+def _call(one: Any, name: str, *arguments: Any) -> Any:
+    return getattr(one, name)(*arguments)  # a program may have replaced the method
