@@ -7,12 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.callbacks.plan_comparison import PlanComparison, StepMeter
-from tfdist.callbacks.strategy_support import check_strategies_early, describe_strategy, suggested_replacement
+from tfdist.callbacks.strategy_support import check_strategies_early
 from tfdist.collectives import CommunicationStats, ExchangeDurations, LinkStats
 from tfdist.collectives.byte_counters import GRADIENTS, counted_since
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.training.strategy_kinds import describe_strategy, suggested_replacement
 from tfdist.training.strategy_protocol import training_strategy
 from tfdist.utils.argument_checks import check_whole_number
 from tfdist.utils.formatting import byte_unit, short_device, table_with_total

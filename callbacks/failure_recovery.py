@@ -1,45 +1,41 @@
 """`FailureRecovery`: saves the training in the background and resumes it bit by bit after a failure."""
 
-import contextlib
 import os
-import secrets
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
-from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
+from tfdist.callbacks.strategy_support import check_strategies_early, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
-from tfdist.checkpoint import Checkpoint, RemoteStoreError, open_store
-from tfdist.checkpoint.background_writer import create_writer
-from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
+from tfdist.checkpoint import Checkpoint, open_store
+from tfdist.cluster import seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
+from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
-from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices, exit_process
+from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices
 from tfdist.recovery.random_generators import drawn_before_fit
 from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     is_terminated_by_nan,
     warn_lost_callback_state,
-    warn_not_saved,
     warn_other_seed,
     warn_signals_not_handled,
     warn_terminated_by_nan,
     warn_training_complete,
 )
-from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
-from tfdist.recovery.training_state import TrainingProgress, TrainingState
+from tfdist.recovery.training_saves import TrainingSaves, print_line
+from tfdist.recovery.training_state import TrainingProgress, state_of_fit
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
+from tfdist.training.strategy_kinds import rank_and_num_workers
 from tfdist.training.strategy_protocol import training_strategy
 
 
@@ -73,7 +69,7 @@ class FailureRecovery(LastCallback):
     `TerminateOnNaN` ends is not: the step whose loss was not finite is not saved.
 
     Use one directory per training. Only one program at a time can train in it: another one waits, and raises an error
-    after 100 s. Custom training loops are not supported, only `fit`.
+    after 100 s. For custom training loops there is `tfdist.recovery.LoopRecovery`.
 
     Attributes:
         saves: How many checkpoints this process has started to save.
@@ -135,7 +131,6 @@ class FailureRecovery(LastCallback):
         self._store = open_store(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
-        self._report_saved: Callable[[int, int], None] | None = None
         self._preemption: PreemptionHandler | None = None
         self._ray_notices: RayTrainNotices | None = None
         self._exit_requested = threading.Event()
@@ -157,28 +152,31 @@ class FailureRecovery(LastCallback):
         elastic = training_strategy(strategy).elastic_coordination
         self._coordination: Coordination = elastic or WorkerCoordination(rank, num_workers)
         self._coordination.wait_for_chief(self._store.peer_timeout_seconds)
-        self._writer = create_writer()
         self._iterator = training_iterator(self.model)
         timeout = self._store.peer_timeout_seconds
-        self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
+        self._state = state_of_fit(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
         if self._coordination.is_chief:
             warn_lost_callback_state(self.others)
-        sequence, self._attempt, self._is_locked = None, "", False
-        if not self._coordination.starts_late:  # otherwise `join` follows, or `train_alone`
-            sequence, self._attempt = self._coordination.decide("resume", self._choose)
+        self._training_saves = TrainingSaves(
+            self._store,
+            self._coordination,
+            self._state,
+            background=self._background,
+            on_end=self._iterator.on_fit_end,
+        )
+        # A worker that starts late calls `join`, or `train_alone`.
+        checkpoint = None if self._coordination.starts_late else self._training_saves.choose()
         self._restored: Checkpoint | None = None
         self._reports_resume_cost = False
         self._was_complete = self._is_terminated_by_nan = False
         self._progress, self._logs = TrainingProgress(), None
-        self._learning_rates = InitialLearningRates(self.model)
+        self._learning_rates = InitialLearningRates(optimizers_of(self.model))
         self._drawn = drawn_before_fit(seed_of_run(os.environ))
-        if sequence is not None:
-            self._resume(open_chosen_checkpoint(self._store, sequence, rank))
+        if checkpoint is not None:
+            self._resume(checkpoint)
         self._learning_rates.mark_trained()
-        self._first_sequence = self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         self._saved_progress: TrainingProgress | None = None
-        self._committed: list[TrainingProgress] = []  # of the last checkpoint, on the worker that has committed it
         self._preemption = self._ray_notices = None
         if isinstance(self._coordination, WorkerCoordination):
             self._listen(self._coordination)
@@ -238,14 +236,14 @@ class FailureRecovery(LastCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_terminated_by_nan and self.model.stop_training:  # another callback may have unset stop_training
-            self._writer.wait()
+            self._training_saves.wait()
             if self._coordination.is_chief:
                 warn_terminated_by_nan(self._progress.step, self._store.location)
         elif not self._was_complete:
             stopped = bool(self.model.stop_training)
             self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
             self._save(must_succeed=True)
-            self._writer.wait()
+            self._training_saves.wait()
         if self._preemption is not None:
             self._preemption.close()
         if self._heartbeat is not None:
@@ -271,13 +269,13 @@ class FailureRecovery(LastCallback):
 
     def report_saves(self, report: Callable[[int, int], None]) -> None:
         """Calls `report` with the number and the step of each checkpoint that this worker has committed."""
-        self._report_saved = report
+        self._training_saves.report = report
 
     def state_to_join(self) -> dict[str, Any]:
         """Returns, as JSON, what a worker that joins needs to save with the others."""
         return {
-            "attempt": self._attempt,
-            "first_sequence": self._first_sequence,
+            "attempt": self._training_saves.attempt,
+            "first_sequence": self._training_saves.first_sequence,
             "schedule": self._schedule.state(),
             "learning_rates": self._learning_rates.values,
             "drawn": self._drawn,
@@ -285,8 +283,8 @@ class FailureRecovery(LastCallback):
 
     def join(self, progress: TrainingProgress, state: dict[str, Any]) -> None:
         """This worker has the state of another one, with its `progress` and its `state_to_join`."""
-        self._progress, self._attempt = progress, state["attempt"]
-        self._first_sequence = self._next_sequence = state["first_sequence"]
+        self._progress = progress
+        self._training_saves.join(state["attempt"], state["first_sequence"])
         self._schedule.resume(state["schedule"])
         self._learning_rates.values, self._drawn = state["learning_rates"], state["drawn"]
 
@@ -303,12 +301,12 @@ class FailureRecovery(LastCallback):
         """Saves after the last step and waits until it is written. All workers call this, and leave."""
         if self._saved_progress != self._progress:
             self._save(is_last=True)
-        self._writer.wait()
-        self._say_preempted()
+        self._training_saves.wait()
+        self._training_saves.say_preempted(self._progress, self._progress.step, self._say)
 
     def finish_saves(self) -> None:
         """Waits for what is being written, and logs its error."""
-        self._writer.drain()
+        self._training_saves.drain()
 
     @property
     def _epochs(self) -> int:
@@ -327,31 +325,10 @@ class FailureRecovery(LastCallback):
             if not preemption.install() and not self._ray_notices.are_given:
                 warn_signals_not_handled()
         self._heartbeat = Heartbeat.of_training(step)
-        self._report_saved = None if self._heartbeat is None else self._heartbeat.saved
+        self._training_saves.report = None if self._heartbeat is None else self._heartbeat.saved
 
     def _is_preempted(self, step: int) -> bool:
         return self._preemption is not None and self._preemption.is_due(step)
-
-    def _lock_store(self, *, take_over: bool = False) -> None:
-        writer, lock = self._writer, self._store.lock()  # not `self`: an earlier `fit` may end later
-        if take_over:
-            lock.take_over()
-        else:
-            lock.acquire()
-        self._is_locked = lock.is_held  # a frozen earlier chief may hold it until it ends
-
-        def release() -> None:
-            writer.drain()
-            lock.release()
-
-        self._iterator.on_fit_end(release)
-
-    def _choose(self) -> tuple[int | None, str]:
-        """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
-        self._lock_store()
-        self._state.check_workers_see(self._store)
-        checkpoint = choose_checkpoint(self._store)
-        return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         if (training := training_of(self.model)) is not None:
@@ -390,15 +367,7 @@ class FailureRecovery(LastCallback):
         for callback in self.others:
             if isinstance(callback, WeightComparison):
                 callback.compare()  # the weights of one worker are saved
-        rank, num_workers, progress = self._coordination.rank, self._coordination.num_workers, self._progress
-        saving = self._coordination.begin_save(self.model, is_last=is_last)
-        if saving is None:
-            self._schedule.saved()
-            return
-        is_chief = saving.chief == rank
-        # What is written must not change with `self`, which a later `fit` may use while an earlier one still writes.
-        store, attempt, on_written, committed = self._store, self._attempt, self._report_saved, self._committed
-        sequence = self._coordination.sequence_of_save(self._first_sequence, self._next_sequence)
+        progress = self._progress
         metadata = {
             "progress": asdict(progress),
             "step": progress.step,
@@ -406,61 +375,25 @@ class FailureRecovery(LastCallback):
             "learning_rates": self._learning_rates.values,
             "drawn": self._drawn,
         }
-        self._state.wait_for_steps()
-        started = time.perf_counter()
-        position = self._iterator.position(progress.next_step, self._logs)
-        self._writer.wait()  # the next snapshot overwrites what it writes
-        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=is_chief)
-        self._next_sequence, self._saved_progress = sequence + 1, progress
-        if is_chief and not self._is_locked:
-            with contextlib.suppress(RemoteStoreError):  # the save takes it, or fails likewise
-                self._lock_store(take_over=True)
-
-        def write() -> None:
-            snapshot.finish()
-            try:
-                saved = store.save(
-                    sequence,
-                    attempt,
-                    rank=rank,
-                    num_ranks=num_workers,
-                    rank_shard=snapshot.rank,
-                    shared_shard=snapshot.shared,
-                    metadata=metadata,
-                    worker_files=snapshot.worker_files,
-                    saving=saving,
-                )
-            except RemoteStoreError as error:
-                if must_succeed:
-                    raise
-                warn_not_saved(progress.step, error)
-                return
-            if saved is None:  # not the chief, or given up
-                return
-            committed[:] = [progress]
-            if on_written is not None:  # the chief's write ends after those of all ranks
-                on_written(sequence, progress.step)
-
-        self._writer.submit(write)
-        if not self._background:
-            self._writer.wait()
-        self.stall_seconds += time.perf_counter() - started
+        stalled = self._training_saves.save(
+            progress,
+            metadata,
+            lambda: {"position": self._iterator.position(progress.next_step, self._logs).to_json()},
+            model=self.model,
+            is_last=is_last,
+            must_succeed=must_succeed,
+        )
         self._schedule.saved()
-        self.saves += 1
+        if stalled is not None:
+            self._saved_progress = progress
+            self.stall_seconds += stalled
+            self.saves += 1
 
     def _exit(self) -> None:
-        assert isinstance(self._coordination, WorkerCoordination) and self._preemption is not None
-        self._writer.wait()
-        self._coordination.wait_to_exit()  # the chief has committed
-        self._say_preempted()
-        self._preemption.mark_exiting()
-        exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=self._coordination.num_workers == 1)
-
-    def _say_preempted(self) -> None:
-        saved = "saved" if self._progress in self._committed else "not saved"
-        self._say(f"preempted: {saved} after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
+        assert self._preemption is not None
+        progress = self._progress
+        self._training_saves.exit_preempted(self._preemption, self.others, progress, progress.step, self._say)
 
     def _say(self, message: str) -> None:
         if self._coordination.is_chief and self.params.get("verbose"):
-            sys.stdout.write(f"FailureRecovery: {message}\n")
-            sys.stdout.flush()
+            print_line(f"FailureRecovery: {message}")

@@ -7,14 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.callbacks.strategy_support import (
-    check_strategies_early,
-    describe_strategy,
-    suggested_replacement,
-    warn_untested_on_tpu,
-)
+from tfdist.callbacks.strategy_support import check_strategies_early, warn_untested_on_tpu
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.training.optimizer_update import apply_updates_with_tfdist, flush
+from tfdist.training.strategy_kinds import describe_strategy, suggested_replacement
 from tfdist.training.strategy_protocol import training_strategy
 from tfdist.utils.argument_checks import is_whole_number
 

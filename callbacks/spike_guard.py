@@ -9,11 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.callbacks.spike_statistics import RunningStatistics, SpikeLimit
-from tfdist.callbacks.strategy_support import check_equal_replicas, check_strategies_early, describe_strategy
+from tfdist.callbacks.strategy_support import check_equal_replicas, check_strategies_early
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.keras_internals.model_state import OptimizerState, has_compiled_parts, optimizers_of
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.training.step_guard import StepFunction, StepValues
+from tfdist.training.strategy_kinds import describe_strategy
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 from tfdist.utils.argument_checks import check_whole_number, is_number
 

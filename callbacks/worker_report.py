@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from tfdist.callbacks.plan_comparison import PlanComparison, RoundMeter
-from tfdist.callbacks.strategy_support import describe_strategy
 from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.load_balancing.row_shares import ShareStats
+from tfdist.training.strategy_kinds import describe_strategy
 from tfdist.training.strategy_protocol import TrainingStrategy, training_strategy
 from tfdist.utils.formatting import byte_unit, table_with_total
 

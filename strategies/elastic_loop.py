@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.loader_source import LoaderSource
-from tfdist.elastic.loop_member import LoopMember, LoopPosition
-from tfdist.utils.json_state import from_json, to_json
+from tfdist.data_position.loop_passes import LoopPasses
+from tfdist.elastic.loop_member import LoopMember
 
 
 class ElasticLoop:
@@ -73,14 +73,21 @@ class ElasticLoop:
         elastic = getattr(strategy, "_elastic", None)
         self._strategy = strategy
         self._member: LoopMember | None = None if elastic is None else elastic.loop_member(state)
-        self.epoch = self.batch = self.steps = 0
-        self._passes = 0  # over data that have begun in this epoch, besides those within other passes
-        self._is_in_pass = self._has_begun = self._has_epochs = False
-        self._resumes_at: LoopPosition | None = None
-        self._sources: list[tuple[Any, DatasetSource]] = []  # in the order of their first use
-        self._finished: list[tuple[int, int]] = []  # see `LoopPosition`
-        self._their_seeds: tuple[Any, ...] = ()
-        self._missing: dict[int, list[int]] = {}  # what others have drawn from datasets that this worker has not used
+        is_elastic = self._member is not None
+        self._passes = LoopPasses(self._source_of, is_tracked=is_elastic, needs_same_order=True)
+        self._has_begun = self._has_epochs = False
+
+    @property
+    def epoch(self) -> int:
+        return self._passes.epoch
+
+    @property
+    def batch(self) -> int:
+        return self._passes.batch
+
+    @property
+    def steps(self) -> int:
+        return self._passes.steps
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function whose calls are steps of the loop; a decorator.
@@ -108,11 +115,7 @@ class ElasticLoop:
             )
         self._has_epochs = True
         self._begin()
-        first = 0 if self._resumes_at is None else self._resumes_at.epoch
-        for self.epoch in range(first, number):
-            if self.epoch > 0:  # passes before the first epoch belong to it
-                self._passes = 0
-            yield self.epoch
+        yield from self._passes.epochs(number)
 
     def batches(self, dataset: Any, steps: int | None = None) -> Iterator[Any]:
         """Yields the batches of a pass over data; on a worker that joins, from the batch of the others.
@@ -132,56 +135,22 @@ class ElasticLoop:
                 are others.
         """
         self._begin()
-        number, source = self._source(dataset)
-        is_inner, position, own_pass, outer_batch = self._is_in_pass, self._resumes_at, self._passes, self.batch
-        if not is_inner:
-            self._passes += 1
-        if position is not None and (self.epoch, own_pass) < (position.epoch, position.passes):
-            return
-        drawn, member = 0, None if is_inner else self._member
-        if position is None:
-            if drawn_by_others := self._missing.pop(number, None):
-                source.replay_iterators(drawn_by_others)
-            iterator = source.iterator()
-        else:
-            iterator, drawn = self._resumed(position, own_pass, number, source), position.batch
-
-        def here() -> LoopPosition:
-            order = to_json(source.order(drawn), name="data")
-            seeds = tuple(_seeds(one) for _, one in self._sources)
-            return LoopPosition(
-                self.epoch, own_pass, drawn, self.steps, number, tuple(self._finished), order=order, seeds=seeds
-            )
-
+        member = None if self._passes.is_in_pass else self._member
         restore_signal = (lambda: None) if member is None else member.handle_signal()
-        self._is_in_pass = True
         try:
-            while steps is None or drawn < steps:
-                try:
-                    batch = next(iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    break
-                drawn, self.steps = drawn + 1, self.steps + 1
-                self.batch = drawn
+            for batch in self._passes.batches(dataset, steps):
                 yield batch
                 if member is not None:
-                    member.after_batch(here)
+                    member.after_batch(self._passes.position)
         finally:
-            source.end_pass(drawn)
-            self._is_in_pass, self.batch = is_inner, outer_batch if is_inner else drawn
-            self._finished.append((number, drawn))
             restore_signal()
 
     def _begin(self) -> None:
-        if not self._has_begun and self._member is not None:
-            self._resumes_at = self._member.begin()
-            self._their_seeds = () if self._resumes_at is None else self._resumes_at.seeds
+        if not self._has_begun and self._member is not None and (position := self._member.begin()) is not None:
+            self._passes.resume_at(position, self._member.resume)
         self._has_begun = True
 
-    def _source(self, dataset: Any) -> tuple[int, DatasetSource]:
-        for number, (known, source) in enumerate(self._sources):
-            if known is dataset:
-                return number, source
+    def _source_of(self, dataset: Any) -> DatasetSource:
         if isinstance(dataset, tf.data.Dataset):
             distributed = self._strategy.experimental_distribute_dataset(dataset)
             source = DatasetSource(None, distributed, self._strategy)
@@ -198,41 +167,4 @@ class ElasticLoop:
             )
         if self._member is not None:
             source.dataset = self._strategy._carry_counts(source.dataset, None)
-            source.track_position(None)
-        number = len(self._sources)
-        if number < len(self._their_seeds) and isinstance(source, LoaderSource):
-            source.restore(from_json(self._their_seeds[number]), None, False)
-        elif number < len(self._their_seeds) and _seeds(source) != self._their_seeds[number]:
-            raise _other_data(f"seeds {_seeds(source)} of dataset {number}", f"{self._their_seeds[number]}")
-        self._sources.append((dataset, source))
-        return number, source
-
-    def _resumed(self, position: LoopPosition, own_pass: int, number: int, source: DatasetSource) -> Any:
-        """Returns an iterator over the rest of a pass, after this worker has taken over the state of another one."""
-        assert self._member is not None
-        theirs, ours = (position.epoch, position.passes, position.dataset), (self.epoch, own_pass, number)
-        if theirs != ours:
-            raise _other_data(f"epoch, pass and dataset {ours}, counted from 0", f"{theirs}")
-        self._resumes_at = None
-        for dataset, count in position.finished:
-            self._missing.setdefault(dataset, []).append(count)
-        source.replay_iterators(self._missing.pop(number, ()))
-        source.restore(from_json(position.order), position.batch, True)
-        iterator = source.iterator_at(position.batch)
-        self._finished, self.steps = list(position.finished), position.steps
-        self._member.resume()  # after data, whose code may draw from random generators
-        return iterator
-
-
-def _seeds(source: DatasetSource) -> Any:
-    """Returns the seeds of a dataset as JSON; in their place, the state of a loader between two passes."""
-    order = source.order(None)
-    return to_json(order if isinstance(source, LoaderSource) else order["seeds"], name="data")
-
-
-def _other_data(received: str, expected: str) -> ValueError:
-    return ValueError(
-        f"A worker that joins an ElasticLoop draws other data than the others. Received: {received}. Expected: "
-        f"{expected}. Create the datasets before the loop, alike on all workers, and draw from them in the same order "
-        "in each epoch, by `loop.epochs` and `loop.batches`."
-    )
+        return source

@@ -15,7 +15,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("callbacks", "checkpoint", "cluster", "collectives", "compression", "launch", "strategies", "training")
+_SUBMODULES = tuple("callbacks checkpoint cluster collectives compression launch recovery strategies training".split())
 
 
 def __getattr__(name: str) -> Any:

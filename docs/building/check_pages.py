@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = tuple(
     f"tfdist.{name}"
     for name in (
-        "callbacks checkpoint cluster collectives compression data launch parameter_server spark strategies training"
+        "callbacks checkpoint cluster collectives compression data launch parameter_server recovery "
+        "spark strategies training"
     ).split()
 )
 # On the pages without an export: the entry point of the command, and the base class whose members both mirrored

@@ -11,7 +11,7 @@ from small_training import fit
 
 from tfdist.callbacks import FailureRecovery, failure_recovery
 from tfdist.checkpoint import CheckpointError, DirectoryLock, sharded_save
-from tfdist.recovery import worker_coordination
+from tfdist.recovery import training_saves, worker_coordination
 
 pytestmark = pytest.mark.usefixtures("cpus")
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,11 +64,11 @@ def test_it_is_free_after_fit_failed_before_or_after_its_steps(tmp_path, monkeyp
         fit(tmp_path, Interrupt("on_train_end", 1))
     assert not is_locked(tmp_path) and after.tb is not None
 
-    def choose(store):
+    def choose(store, *, of_loop):
         assert is_locked(tmp_path)
         raise Interrupted
 
-    monkeypatch.setattr(failure_recovery, "choose_checkpoint", choose)
+    monkeypatch.setattr(training_saves, "choose_checkpoint", choose)
     with pytest.raises(Interrupted) as before:
         fit(tmp_path)
     assert not is_locked(tmp_path) and before.tb is not None

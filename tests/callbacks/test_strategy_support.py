@@ -18,11 +18,11 @@ from tfdist.callbacks import (
     WorkerReport,
     strategy_support,
 )
-from tfdist.callbacks.strategy_support import describe_strategy, suggested_replacement
 from tfdist.patches import replacements
 from tfdist.recovery.variable_copies import HostCopies
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals import python_function_results
+from tfdist.training.strategy_kinds import describe_strategy, suggested_replacement
 
 pytestmark = pytest.mark.usefixtures("cpus")
 BATCH = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 
 
@@ -17,5 +18,5 @@ class FirstState(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if not self._is_written:
-            np.savez(self._path, **VariableSnapshots(self.model).per_replica())
+            np.savez(self._path, **VariableSnapshots(TrainedModel(self.model)).per_replica())
             self._is_written = True

@@ -11,12 +11,14 @@ import numpy as np
 import tensorflow as tf
 from thread_workers import ThreadWorker, ThreadWorkers
 
+from tfdist.collectives import CompressionState
 from tfdist.elastic.loop_member import LoopMember
 from tfdist.elastic.loop_state import LoopState
 from tfdist.elastic.step_transactions import StepTransactions
 from tfdist.exchange.worker_exchange import STEPS
 from tfdist.strategies import ElasticLoop
 from tfdist.training.metric_totals import MetricTotals
+from tfdist.training.strategy_protocol import TrainingStrategy
 
 ROWS, BATCH, CHECKS, CHECKED_BATCH = 30, 6, 3, 2
 _MODULUS = 1_000_003
@@ -80,6 +82,27 @@ class _Log:
         self.sums = list(state)
 
 
+class _Strategy(TrainingStrategy):
+    """What a loop uses of an elastic strategy, on one of its workers."""
+
+    extended = SimpleNamespace(worker_devices=("CPU:0",))
+    compression_state = CompressionState()
+    rank, replicas_of_workers = 0, ()
+
+    def __init__(self, worker: Any, workers: int) -> None:
+        self._elastic, self.rank, self.num_replicas_in_sync = worker, worker.rank, workers
+        self.replicas_of_workers = (1,) * workers
+
+    def experimental_distribute_dataset(self, dataset: Any) -> Any:
+        return dataset
+
+    def _carry_counts(self, dataset: Any, batches: Any) -> Any:
+        return dataset
+
+    def scope(self) -> Any:
+        return contextlib.nullcontext()
+
+
 class LoopWorker(ThreadWorker):
     """A worker of an `ElasticLoop`.
 
@@ -115,13 +138,7 @@ class LoopWorker(ThreadWorker):
     def _run_loop(self, transactions: StepTransactions) -> None:
         self._totals, self._strategy = (
             MetricTotals(),
-            SimpleNamespace(
-                _elastic=self,
-                experimental_distribute_dataset=lambda dataset: dataset,
-                _carry_counts=lambda dataset, batches: dataset,
-                scope=contextlib.nullcontext,
-                compression_state=SimpleNamespace(variables=(), replicas={}),
-            ),
+            _Strategy(self, len(self.addresses)),
         )
         transactions.tell(self)
         if transactions.is_alone:

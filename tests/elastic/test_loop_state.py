@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.collectives import CompressionState
 from tfdist.elastic.loop_member import LoopMember
 from tfdist.elastic.loop_state import LoopState
+from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.step_transactions import WrittenVariables
 from tfdist.elastic.step_variables import variables_of_steps
 from tfdist.keras_internals.seed_generators import forget_global_seed_generator, global_seed_generator
@@ -40,6 +41,7 @@ class Python:
 def state_of(objects, totals=None, *, strategy=None):
     strategy = strategy or SimpleNamespace(
         scope=contextlib.nullcontext,
+        num_replicas_in_sync=1,
         compression_state=CompressionState(),
         rank=1,
         extended=SimpleNamespace(worker_devices=("CPU:0",)),
@@ -75,9 +77,9 @@ def test_variables_of_all_objects_are_found_once():
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (lambda: 3.0, "Received: 3.0. Expected: models, layers"),
+        (lambda: 3.0, r"Received: 3.0 \(1\). Expected: models, layers"),
         (lambda: keras.optimizers.SGD(), "Received: SGD, which is not built"),
-        (lambda: keras.Sequential([keras.layers.Dense(1)]), "'sequential.*', which is not built"),
+        (lambda: keras.Sequential([keras.layers.Dense(1)]), "'sequential.*' .1., which is not built"),
         (lambda: model_of(keras.layers.BatchNormalization()), "with a BatchNormalization that normalizes by the rows"),
         (
             lambda: built(keras.optimizers.SGD(gradient_accumulation_steps=2), model_of(keras.layers.Dense(1))),
@@ -91,37 +93,49 @@ def test_what_cannot_be_taken_over_is_refused(objects, message):
     assert "Expected: " in str(raised.value)
 
 
-def test_another_worker_takes_over_all_but_its_counts_and_residuals():
+def test_another_worker_takes_over_all_but_its_counts_and_residuals(cpus):
     def objects():
-        model = model_of(keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1))
-        return [model, built(keras.optimizers.SGD(momentum=0.9), model), keras.metrics.Sum(), Python()]
+        strategy = MirroredStrategy(cpus[:2], compression="powersgd:1")
+        with strategy.scope():
+            model = model_of(keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(4096, use_bias=False))
+            return strategy, [model, built(keras.optimizers.SGD(), model), keras.metrics.Sum(), Python()]
 
-    ours, theirs, totals = objects(), objects(), MetricTotals()
-    giver = state_of(ours, totals)
-    ours[0].layers[0](tf.ones([1, 2]), training=True)
-    ours[1].iterations.assign(5)
-    ours[2].update_state(3.0)
+    (strategy, ours), (other, theirs), totals = objects(), objects(), MetricTotals()
+    giver = state_of(ours, totals, strategy=strategy)
+
+    @tf.function
+    def step():
+        ours[0].layers[0](tf.ones([1, 2]), training=True)
+        weight = ours[0].trainable_variables[0]
+        ours[1].apply_gradients([(tf.random.stateless_normal([2, 4096], [1, 2]), weight)])
+        ours[2].update_state(3.0)
+
+    strategy.run(step)
     ours[3].state = {"best": [0.5, np.arange(3)]}
     giver.store_metrics()
-    replica = giver._strategy.compression_state.replica_state(0, "CPU:0")
-    replica.entries["kernel"] = {"residual": tf.Variable([3.0]), "factor": tf.Variable([4.0])}
     keras.random.normal([1])  # from the global generator
     drawn = global_seed_generator().state.numpy()
-    sent = giver.snapshot()
+    parts = [part if isinstance(part, bytes) else part.tobytes() for part in encode_state(giver.snapshot(), {})()]
+    received = ReceivedState([bytearray(part) for part in parts], 2)
     forget_global_seed_generator()
     taken = MetricTotals()
-    taker = state_of(theirs, taken)
+    taker = state_of(theirs, taken, strategy=other)
     theirs[2].update_state(100.0)
-    taker.restore(sent)
+    taker.restore(received, 0, giver.sums_of_metrics())
     np.testing.assert_array_equal(global_seed_generator().state, drawn)
-    for one, other in zip(
+    for one, other_one in zip(
         ours[0].variables + ours[1].variables, theirs[0].variables + theirs[1].variables, strict=True
     ):
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, other_one)
     assert theirs[3].state["best"][0] == 0.5 and theirs[3].state["best"][1].tolist() == [0, 1, 2]
-    assert float(theirs[2].result()) == 0.0 and float(taken.of(theirs[2].variables)[0]) == 6.0
-    pending = taker._strategy.compression_state.replicas["replica_1"]._pending["kernel"]
-    assert {name: value.numpy().tolist() for name, value in pending.items()} == {"residual": [0.0], "factor": [4.0]}
+    assert float(theirs[2].result()) == 0.0 and float(taken.of(theirs[2].variables)[0]) == 12.0
+    for replica, taken_over in zip(
+        *(one.compression_state.replicas.values() for one in (strategy, other)), strict=True
+    ):
+        (entries,), (others,) = replica.entries.values(), taken_over.entries.values()
+        assert entries.keys() == others.keys() and np.any(entries["residual"])
+        for name, value in entries.items():
+            np.testing.assert_array_equal(others[name], np.zeros_like(value) if name == "residual" else value)
 
 
 def test_sums_of_metrics_are_forgotten_when_the_program_resets_them():

@@ -12,6 +12,7 @@ from testing.same_training import assert_same_training
 
 from tfdist.local_updates import local_updates
 from tfdist.local_updates.local_updates import LocalUpdates
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import Asynchronous, DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, Synchronous
 
@@ -127,7 +128,7 @@ def test_a_training_that_resumes_at_the_end_of_an_epoch_averages_its_statistics(
     model = compiled(strategy, sgd, normalizes=True)
     averaged = []
     monkeypatch.setattr(local_updates, "assign_means", lambda strategy, variables: averaged.extend(variables))
-    VariableSnapshots(model).build((tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])))
+    VariableSnapshots(TrainedModel(model)).build((tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])))
     _, own = strategy.local_updates.saved_variables([model.optimizer])
     own["0/updates"].assign(3)
     strategy.synchronize()

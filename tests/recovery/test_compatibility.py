@@ -9,6 +9,7 @@ from trainings import SPEC, made, restore, saved, steps
 
 from tfdist.compression import Policy
 from tfdist.recovery.random_generators import python_and_numpy_state
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import MirroredStrategy
 
@@ -20,7 +21,7 @@ def model(units=8, optimizer=None, metrics=("accuracy",), kind=keras.layers.Dens
     made = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dropout(0.5), keras.layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     made.compile(optimizer or keras.optimizers.Adam(), loss=loss, metrics=list(metrics))
-    VariableSnapshots(made).build(SPEC)
+    VariableSnapshots(TrainedModel(made)).build(SPEC)
     return made
 
 
@@ -101,6 +102,6 @@ def test_a_model_that_cannot_be_built_says_what_is_missing():
     unbuilt.compile("sgd", loss="mse")
     for spec in (None, (tf.TensorSpec(None), tf.TensorSpec(None))):
         with pytest.raises(RuntimeError, match="before the first batch. Received: batches of .*known rank"):
-            VariableSnapshots(unbuilt).build(spec)
-    VariableSnapshots(unbuilt).build((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
-    assert VariableSnapshots(unbuilt).snapshot()[0]["weights/2.Dense/0"].shape == (3, 2)
+            VariableSnapshots(TrainedModel(unbuilt)).build(spec)
+    VariableSnapshots(TrainedModel(unbuilt)).build((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    assert VariableSnapshots(TrainedModel(unbuilt)).snapshot()[0]["weights/2.Dense/0"].shape == (3, 2)

@@ -9,7 +9,8 @@ from trainings import SPEC
 
 from tfdist.checkpoint import Shard
 from tfdist.recovery.resharding import group_by_variable, is_replica_name
-from tfdist.recovery.training_state import TrainingState
+from tfdist.recovery.trained_model import TrainedModel
+from tfdist.recovery.training_state import state_of_fit
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies.replicated_strategy import ReplicatedStrategy
 from tfdist.training.metric_totals import MetricTotals
@@ -20,7 +21,7 @@ _DEVICES = 2
 
 def _saved_by_last_of_three(trained):
     """What three workers of two devices have saved of which two were lost: all sums were with the last one."""
-    snapshot = TrainingState(trained, [], SPEC, timeout_seconds=1.0).snapshot({}, is_chief=True)
+    snapshot = state_of_fit(trained, [], SPEC, timeout_seconds=1.0).snapshot({}, is_chief=True)
     snapshot.finish()
 
     def moved(name):
@@ -39,11 +40,11 @@ def _saved_by_last_of_three(trained):
 def test_what_was_added_up_stays_and_what_was_equal_is_copied(cpus, monkeypatch):
     old, new = model(cpus, 2, compression="powersgd:1"), model(cpus, 2, compression="powersgd:1")
     train(old, 0, 72)
-    before = group_by_variable(VariableSnapshots(old).per_replica())
+    before = group_by_variable(VariableSnapshots(TrainedModel(old)).per_replica())
     totals = MetricTotals()
     monkeypatch.setattr(ReplicatedStrategy, "metric_totals", property(lambda self: totals))
-    TrainingState(new, [], SPEC, timeout_seconds=1.0).restore(_saved_by_last_of_three(old), 0, 1, metrics=True)
-    after = group_by_variable(VariableSnapshots(new).per_replica())
+    state_of_fit(new, [], SPEC, timeout_seconds=1.0).restore(_saved_by_last_of_three(old), 0, 1, metrics=True)
+    after = group_by_variable(VariableSnapshots(TrainedModel(new)).per_replica())
     assert before.keys() == after.keys()
     for name, values in before.items():
         if name.startswith(("accumulators/", "metrics/")) or name.endswith("residual"):

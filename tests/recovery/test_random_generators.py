@@ -14,6 +14,7 @@ from tfdist.recovery.random_generators import (
     python_and_numpy_state,
     restore_python_and_numpy,
 )
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.tensorflow_internals.runtime import global_generator
 
@@ -68,7 +69,7 @@ def model():
 
 
 def transferred(old, new):
-    old, new = VariableSnapshots(old), VariableSnapshots(new)
+    old, new = VariableSnapshots(TrainedModel(old)), VariableSnapshots(TrainedModel(new))
     for variables in (old, new):
         variables.build((tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])))
     return *old.snapshot()[1:], new

@@ -10,6 +10,7 @@ from trainings import CLASSES, FEATURES, SPEC
 
 from tfdist.compression import Policy
 from tfdist.recovery.resharding import convert_micro_steps, group_by_variable, merge_ranks, reshard
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import MirroredStrategy
 
@@ -27,7 +28,7 @@ def model(cpus, replicas, micro_steps=2, compression=None):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=micro_steps)
         made.compile(optimizer, loss=loss, metrics=["accuracy"])
-    VariableSnapshots(made).build(SPEC)
+    VariableSnapshots(TrainedModel(made)).build(SPEC)
     return made
 
 
@@ -37,7 +38,7 @@ def train(trained, first, end, rows=24):
 
 
 def restore(saved, new):
-    variables = VariableSnapshots(new)
+    variables = VariableSnapshots(TrainedModel(new))
     shared, per_replica, description = saved
     variables.check(shared, per_replica, description)
     variables.restore_shared(shared, description)
@@ -47,7 +48,7 @@ def restore(saved, new):
 
 
 def transfer(old, new):
-    return restore(VariableSnapshots(old).snapshot(), new)
+    return restore(VariableSnapshots(TrainedModel(old)).snapshot(), new)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def half_done(cpus):
     def trained(replicas, micro_steps):
         undisturbed = model(cpus, replicas, micro_steps)
         train(undisturbed, 0, 72, 48 // micro_steps)
-        saved = VariableSnapshots(undisturbed).snapshot()
+        saved = VariableSnapshots(TrainedModel(undisturbed)).snapshot()
         train(undisturbed, 72, 96, 48 // micro_steps)
         assert int(undisturbed.optimizer.iterations) == 2
         return saved, undisturbed.get_weights()
@@ -115,7 +116,7 @@ def test_accumulators_that_one_side_lacks_are_left_out_or_empty(cpus):
 
 
 def test_missing_shards_are_an_error(cpus):
-    old, new = VariableSnapshots(model(cpus, 2)), VariableSnapshots(model(cpus, 3))
+    old, new = VariableSnapshots(TrainedModel(model(cpus, 2))), VariableSnapshots(TrainedModel(model(cpus, 3)))
     _, per_replica, description = old.snapshot()
     halves = [{name: value for name, value in per_replica.items() if name.endswith(f"@{rank}")} for rank in range(2)]
     with pytest.raises(ValueError, match=r"Received: 'accumulators/.*' of the replicas \[1\]. Expected: all 2"):

@@ -12,6 +12,7 @@ from trainings import END, HALF, SPEC, compiled, made, restore, saved, shift_nam
 
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.recovery.resharding import group_by_variable
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -82,7 +83,7 @@ def test_accumulation_that_a_callback_began_resumes(policy):
     steps(model, HALF, END)
     expected = saved(model)
     other = compiled(keras.optimizers.Adam(0.01), policy=policy)
-    VariableSnapshots(other).build(SPEC)
+    VariableSnapshots(TrainedModel(other)).build(SPEC)
     Accumulation(other).change(half["description"]["accumulation_steps"])
     restore(other, half)
     steps(other, HALF, END)
@@ -108,7 +109,7 @@ def test_the_cases_save_what_they_are_for():
 
 def test_variables_are_where_they_belong():
     model = made("unusual", "none")
-    VariableSnapshots(model).build(SPEC)
+    VariableSnapshots(TrainedModel(model)).build(SPEC)
     state = saved(model)
     frozen = next(name for name, path in state["description"]["paths"].items() if path.endswith("frozen/kernel"))
     assert frozen.startswith("weights/") and frozen in state["shared"]
@@ -119,7 +120,7 @@ def test_variables_are_where_they_belong():
 def test_a_snapshot_is_a_copy_that_stays():
     model = made("accumulation", "tfdist")
     steps(model, 0, HALF)
-    variables = VariableSnapshots(model)
+    variables = VariableSnapshots(TrainedModel(model))
     shared, per_replica, _ = variables.snapshot()
     before = {name: value.tobytes() for name, value in {**shared, **per_replica}.items()}
     # TensorFlow would not overwrite memory that a view of it still holds; it would have to copy it in the next step.

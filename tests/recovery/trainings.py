@@ -23,6 +23,7 @@ from tfdist.recovery.random_generators import (
     python_and_numpy_state,
     restore_python_and_numpy,
 )
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
@@ -127,12 +128,14 @@ State = dict[str, Any]
 
 
 def saved(model: keras.Model) -> State:
-    parts = zip(("shared", "per_replica", "description"), VariableSnapshots(model).snapshot(), strict=True)
+    parts = zip(
+        ("shared", "per_replica", "description"), VariableSnapshots(TrainedModel(model)).snapshot(), strict=True
+    )
     return {**dict(parts), "generators": python_and_numpy_state()}
 
 
 def restore(model: keras.Model, state: State) -> None:
-    variables = VariableSnapshots(model)
+    variables = VariableSnapshots(TrainedModel(model))
     variables.build(SPEC)
     variables.check(state["shared"], state["per_replica"], state["description"])
     check_python_and_numpy(state["generators"])

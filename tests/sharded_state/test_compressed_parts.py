@@ -9,6 +9,7 @@ from keras import optimizers
 
 from tfdist import compression
 from tfdist.compression import Policy
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import MirroredStrategy, ShardedState
 
@@ -225,9 +226,9 @@ def test_snapshots_hold_exact_weights(cpus):
         return sharded_models.trained(strategy, sharded_models.OPTIMIZERS["adamw"], epochs=1)
 
     saved = model(3)
-    shared, per_replica, description = VariableSnapshots(saved).snapshot()
+    shared, per_replica, description = VariableSnapshots(TrainedModel(saved)).snapshot()
     for other in (model(2), model(2, state=True)):  # without sharding they are left out
-        variables = VariableSnapshots(other)
+        variables = VariableSnapshots(TrainedModel(other))
         variables.check(shared, per_replica, description)
         variables.restore_shared(shared, description)
         variables.restore_per_replica(per_replica, description)

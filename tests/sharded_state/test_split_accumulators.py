@@ -9,6 +9,7 @@ from keras import optimizers
 from test_sharded_edge_cases import assert_equal_outcomes
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
+from tfdist.recovery.trained_model import TrainedModel
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import MirroredStrategy, ShardedState
 
@@ -115,7 +116,7 @@ def test_a_file_and_a_checkpoint_hold_the_sums_over_all_replicas(cpus, tmp_path)
 
 
 def restored(model, other):
-    ours, theirs = VariableSnapshots(model), VariableSnapshots(other)
+    ours, theirs = VariableSnapshots(TrainedModel(model)), VariableSnapshots(TrainedModel(other))
     shared, per_replica, description = ours.snapshot()
     theirs.check(shared, per_replica, description)
     theirs.restore_shared(shared, description)

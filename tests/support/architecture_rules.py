@@ -16,7 +16,7 @@ MAX_LINES = 500
 # A room is a sub-package or module of tfdist, or a top-level directory. `internals` is every package named *_internals.
 # The sub-packages and modules of launch are rooms of their own.
 PUBLIC = frozenset(
-    "callbacks checkpoint cluster collectives compression data exchange launch parameter_server spark "
+    "callbacks checkpoint cluster collectives compression data exchange launch parameter_server recovery spark "
     "strategies versions".split()
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -37,9 +37,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sharded_state": frozenset({"collectives", "compression", "internals", "updates"}),
     "updates": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
-    "elastic": frozenset(
-        "checkpoint cluster collectives data_position exchange internals membership recovery utils".split()
-    ),
+    "elastic": frozenset("checkpoint cluster data_position exchange internals membership recovery utils".split()),
     "membership": frozenset({"exchange", "transport", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
@@ -50,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "callbacks": frozenset(
         "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()
     ),
-    "recovery": frozenset({"checkpoint", "collectives", "data_position", "internals", "training", "utils"}),
+    "recovery": frozenset("checkpoint cluster collectives data_position internals training utils versions".split()),
     "spark": frozenset("callbacks data launch strategies utils".split()),
     "data": frozenset({"cluster", "internals", "utils"}),
     "data_position": frozenset({"internals", "utils"}),

@@ -185,5 +185,5 @@ def _warn_of_batch_size(now: int, before: int) -> None:
 def _raise_difference(name: str, now: str, before: str) -> None:
     raise ValueError(
         f"The training data differs from that of the checkpoint in its {name}. Received: {now}. Expected: "
-        f"{before}. Give `fit` the same data and arguments, or start a new training in another directory."
+        f"{before}. Use the same data and arguments, or start a new training in another directory."
     )

@@ -173,7 +173,7 @@ class ResumableIterator(EpochIteratorMixin):
         check_same_data(position, now, same_workers=same_workers)
         self._check_unused(position)
         if is_resharded and (position.next_step or position.current):
-            _warn_of_resharding()
+            warn_of_resharding()
         source.check(position.order, position.drawn, replay)
         missing = position.finished[len(self._finished) :]
         validation_drawn = position.validation_drawn if position.validation_shares_shuffle else ()
@@ -322,7 +322,8 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
     _running_fit(model).start_at_epoch(epoch)
 
 
-def _warn_of_resharding() -> None:
+def warn_of_resharding() -> None:
+    """Warns that a position in data that each worker reads for itself does not fit another number of workers."""
     warnings.warn(
         "The number of workers has changed since the checkpoint, and each worker reads different data: by files, or by "
         "`distribute_datasets_from_function`. In this pass over the data some samples may be seen twice and others not "

@@ -21,7 +21,7 @@ from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback, has_own_code_before_steps
 from tfdist.keras_internals.saved_files import continue_files
 from tfdist.recovery.preemption import exit_process
-from tfdist.recovery.training_state import TrainingProgress, TrainingState
+from tfdist.recovery.training_state import TrainingProgress, TrainingState, state_of_fit
 
 
 def reject_backups(callbacks: Sequence[Any]) -> None:
@@ -209,7 +209,7 @@ class ElasticFit(LastCallback):
 
     def _training_state(self) -> TrainingState:
         timeout = self._group.timeout_seconds
-        return TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
+        return state_of_fit(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
 
     def _encoded_state(self, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
         # In new memory each time: an earlier state may still be sent.

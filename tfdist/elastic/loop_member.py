@@ -3,60 +3,19 @@
 import functools
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.checkpoint.shard import Shard
 from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
+from tfdist.data_position.loop_passes import LoopPosition
 from tfdist.elastic.leave_signals import LeaveSignals
 from tfdist.elastic.loop_state import LoopState
 from tfdist.elastic.received_state import ReceivedState, encode_state
 from tfdist.elastic.state_exchange import StateExchange
 from tfdist.elastic.step_transactions import StepTransactions, WrittenVariables
 from tfdist.recovery.preemption import exit_process
-from tfdist.recovery.training_state import Snapshot
-
-
-@dataclass(frozen=True)
-class LoopPosition:
-    """A position between two batches of a loop.
-
-    >>> position = LoopPosition(epoch=2, batch=5, finished=((0, 8), (0, 8)))
-    >>> LoopPosition.from_json(position.to_json()) == position
-    True
-
-    Attributes:
-        epoch: The present epoch.
-        passes: How many passes over data have ended in this epoch, besides those within other passes.
-        batch: How many batches the present pass has drawn.
-        steps: How many batches all passes have drawn.
-        dataset: The dataset of the present pass: its number, in the order in which the loop has used them first.
-        finished: The dataset and the number of batches of each pass that has ended.
-        order: What determines the order of the dataset, as JSON.
-        seeds: The seeds of all datasets that have been used, or the states of loaders between two passes, as JSON.
-    """
-
-    epoch: int = 0
-    passes: int = 0
-    batch: int = 0
-    steps: int = 0
-    dataset: int = 0
-    finished: tuple[tuple[int, int], ...] = ()
-    order: Any = None
-    seeds: tuple[Any, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, json: dict[str, Any]) -> "LoopPosition":
-        """Returns the position that `to_json` has written."""
-        finished = tuple((int(dataset), int(count)) for dataset, count in json["finished"])
-        return cls(**{**json, "finished": finished, "seeds": tuple(json["seeds"])})
 
 
 class LoopMember:
@@ -136,7 +95,7 @@ class LoopMember:
         """Loads the state of which `begin` has returned the position, and repeats the others' steps from now on."""
         assert self._received is not None and self._exchange is not None
         received, self._received = self._received, None
-        self._state.restore(received.read_shared())
+        self._state.restore(received, self._group.rank, received.metadata["sums"])
         self._transactions.use_common_states(received.metadata["common_states"])
         self._take_no_rows()
         self._exchange.replay(received)
@@ -165,4 +124,4 @@ class LoopMember:
         self._is_asked_to_leave = True
 
     def _encoded_state(self, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
-        return encode_state(Snapshot(self._state.snapshot(), Shard({}), None, lambda: None), metadata)
+        return encode_state(self._state.snapshot(), {**metadata, "sums": self._state.sums_of_metrics()})

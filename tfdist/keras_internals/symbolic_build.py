@@ -1,6 +1,7 @@
 """Builds Keras models from the shapes that a dataset declares, without drawing a batch; checks before that."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -74,6 +75,57 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
         if not has_own_step(model):
             raise
         _build_without_call(model)
+
+
+class LateMetrics:
+    """The metrics and loss trackers of a compiled model that Keras creates in the first step, from its results."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def exist_later(self) -> bool:
+        """Whether some do not exist yet."""
+        return bool(self._unbuilt)
+
+    def call_when_created(self, function: Callable[[], None]) -> None:
+        """Calls `function` whenever Keras has created some of them, before they are used, unless they are reset before.
+
+        That is while it traces a step, or before it if there is a strategy: then they exist after `_symbolic_build`.
+        Only the last `function` is called.
+        """
+        model, waiting = self._model, [function]
+        for part in self._unbuilt:
+            _call_after(part, "build", functools.partial(_call_if_it_has_values, part, waiting))
+        if self._unbuilt:
+            _call_after(model, "_symbolic_build", lambda: [one() for one in waiting])
+            # `train_on_batch` resets all metrics before it traces its step.
+            _call_after(model._loss_tracker, "reset_state", waiting.clear)
+
+    @property
+    def _unbuilt(self) -> list[Any]:
+        parts = [getattr(self._model, name, None) for name in ("_compile_metrics", "_compile_loss")]
+        return [part for part in parts if part is not None and not part.built]
+
+
+def _call_if_it_has_values(part: Any, functions: Sequence[Callable[[], None]]) -> None:
+    if all(variable._value is not None for variable in part.variables):  # no symbols, as within `_symbolic_build`
+        for function in functions:
+            function()
+
+
+def _call_after(owner: Any, name: str, function: Callable[[], Any]) -> None:
+    """Calls `function` outside of graphs after the next call of a method of this object."""
+    method = getattr(type(owner), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        vars(owner).pop(name, None)
+        result = method(owner, *args, **kwargs)
+        with tf.init_scope():
+            function()
+        return result
+
+    vars(owner)[name] = call  # bypasses Keras' tracking of attributes
 
 
 @patch

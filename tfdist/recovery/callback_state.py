@@ -25,6 +25,7 @@ without state may be added and removed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
@@ -47,11 +48,15 @@ _STATELESS = (
 _ENCODING = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 
+PYTHON_TENSORS = ("callbacks/", "objects/")  # how the names of arrays begin that belong to no variable
+
+
 class CallbackStates(NamedTuple):
-    """The states of the callbacks of a `fit`."""
+    """The states of the callbacks of a `fit`, or of the objects of a custom loop."""
 
     values: Json  # the states of this rank, as JSON, by class name and number
-    tensors: dict[str, np.ndarray]  # arrays, equal on all ranks, to which `values` refers by name
+    tensors: Mapping[str, np.ndarray]  # arrays, equal on all ranks, to which `values` refers by name
+    own_tensors: Mapping[str, np.ndarray] = MappingProxyType({})  # those of this rank
 
 
 def reject_backup_and_restore(callbacks: Sequence[keras.callbacks.Callback]) -> None:

@@ -7,34 +7,35 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.compression_state import redistribute
-from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.optimizers import unique_path
 from tfdist.recovery.compatibility import Mismatch
 from tfdist.recovery.resharding import group_by_variable, replica_name
+from tfdist.recovery.trained_model import Trained
 from tfdist.training.strategy_protocol import training_strategy
 
 COMPRESSION = "compression/"
 
 
 class CompressionArrays:
-    """The compression state (`strategy.compression_state`) of a worker's replicas, for one model.
+    """The compression state (`strategy.compression_state`) of a worker's replicas, for one training.
 
     Names are `compression/<key>/<entry>@<number>`: the key of the trainable variable in the model, the entry (residual,
     factor, ...), and the number of the replica among those that exchange compressed gradients.
     """
 
-    def __init__(self, model: Any, keys: Mapping[int, str], rank: int, local_replicas: int) -> None:
-        """Reads the strategy of `model`. `keys` are those of the model's variables by `id(variable)`."""
-        self._strategy = model.distribute_strategy
+    def __init__(self, trained: Trained, keys: Mapping[int, str], rank: int, local_replicas: int) -> None:
+        """Reads what is trained. `keys` are those of its variables by `id(variable)`."""
+        self._strategy = trained.strategy
         self._state = training_strategy(self._strategy).compression_state
         self._rank, self._local_replicas = rank, local_replicas
         self._policy: Any = None
         self._keys: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        if self._state is not None and model.optimizer is not None:
+        variables = trained.updated_variables()
+        if self._state is not None and variables:
             self._policy = self._state.policy
-            # In the order in which the optimizer asks for the paths: it appends numbers to repeated ones.
-            update = OptimizerUpdate(model.optimizer, model.trainable_variables)
-            for variable, path in zip(model.trainable_variables, update.paths, strict=True):
+            for variable in variables:  # in the order in which optimizers ask: repeated paths get numbers
+                path = unique_path(self._strategy, variable)
                 self._keys[path] = keys[id(variable)]
                 self._shapes[path] = self._state.shape_of(variable)
 

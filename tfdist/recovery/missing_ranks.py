@@ -6,6 +6,7 @@ import numpy as np
 
 from tfdist.checkpoint import Shard
 from tfdist.collectives.compression_state import SUMMED_ENTRIES
+from tfdist.recovery.callback_state import PYTHON_TENSORS
 from tfdist.recovery.compression_arrays import COMPRESSION
 from tfdist.recovery.resharding import group_by_variable, replica_name
 from tfdist.recovery.variable_names import ACCUMULATORS, LOCAL_UPDATES
@@ -26,8 +27,9 @@ def shard_of_missing_rank(shard: Shard, rank: int, summed: Collection[str] = ())
     >>> {name: value.tolist() for name, value in made.tensors.items() if value}
     {'state/1.Dense/0@2': [1.0], 'local_updates/0/updates@2': [1.0]}
     """
-    tensors = {}
-    for name, values in group_by_variable(shard.tensors).items():
+    tensors = {name: value for name, value in shard.tensors.items() if name.startswith(PYTHON_TENSORS)}
+    variables = {name: value for name, value in shard.tensors.items() if name not in tensors}
+    for name, values in group_by_variable(variables).items():
         is_residual = name.startswith(COMPRESSION) and name.rpartition("/")[2] in SUMMED_ENTRIES
         is_count = name.startswith(LOCAL_UPDATES) and name.rpartition("/")[2] in _COUNTS
         is_zero = is_residual or is_count or name.startswith(ACCUMULATORS) or name in summed

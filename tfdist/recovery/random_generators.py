@@ -9,8 +9,9 @@ Not restored are generators that a program creates (`np.random.default_rng()`; a
 `tf.random.Generator` or `tf.random.stateless_*` instead.
 """
 
+import contextlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -86,16 +87,15 @@ def generator_variables() -> dict[str, Any]:
     return states
 
 
-def create_generators(names: Iterable[str], strategy: Any) -> None:
+def create_generators(names: Mapping[str, bool], strategy: Any) -> None:
     """Creates the global generators that are named and missing, and removes that of Keras if it is not named.
 
-    If the checkpoint has none, the original run created it later, from Python's `random`, and so must this one.
+    If the checkpoint has none, the original run created it later, from Python's `random`, and so must this one. `names`
+    say whether several replicas had it, which the scope of the strategy gives it to.
     """
-    names = set(names)
     if _KERAS not in names:
         forget_global_seed_generator()
-    with strategy.scope():
-        if _KERAS in names:
-            make_global_seed_generator()
-        if _TENSORFLOW in names:
-            tf.random.get_global_generator()
+    for name, create in ((_KERAS, make_global_seed_generator), (_TENSORFLOW, tf.random.get_global_generator)):
+        if name in names:
+            with strategy.scope() if names[name] else contextlib.nullcontext():
+                create()

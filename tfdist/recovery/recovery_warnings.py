@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.keras_internals.model_state import OptimizerState, optimizers_of
+from tfdist.keras_internals.model_state import OptimizerState
 from tfdist.recovery.callback_state import callbacks_without_state
 from tfdist.recovery.training_state import TrainingProgress
 
@@ -43,18 +43,26 @@ def warn_lost_callback_state(callbacks: Sequence[keras.callbacks.Callback]) -> N
         )
 
 
-def warn_signals_not_handled() -> None:
-    """Warns that `fit` runs in a thread that receives no signals."""
+def warn_signals_not_handled(recovery: str = "FailureRecovery", training: str = "`fit`") -> None:
+    """Warns that `fit`, or a loop, runs in a thread that receives no signals."""
     warn_always(
-        "FailureRecovery does not handle signals: `fit` does not run in the main thread, the only one in which Python "
-        "handles them. Expected: `fit` in the main thread; or, called there after the strategy was created, "
-        "`signal.signal(signal.SIGTERM, lambda *_: recovery.request_exit())`, where `recovery` is this callback; or "
-        "`FailureRecovery(..., handle_signals=False)` if nothing sends signals."
+        f"{recovery} does not handle signals: {training} does not run in the main thread, the only one in which Python "
+        f"handles them. Expected: {training} in the main thread; or, called there after the strategy was created, "
+        f"`signal.signal(signal.SIGTERM, lambda *_: recovery.request_exit())`, where `recovery` is this {recovery}; or "
+        f"`{recovery}(..., handle_signals=False)` if nothing sends signals."
     )
 
 
-def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
-    """Warns that the program has drawn other numbers before `fit` than before the checkpoint, such as a split.
+def warn_saved_at_end_only() -> None:
+    """Warns that a custom loop without epochs has no other interval between two saves."""
+    warn_always(
+        "LoopRecovery saves this loop at its end only. Received: a pass outside of `recovery.epochs`, and no interval "
+        "between two saves. Expected: `every_steps`, `every_seconds`, or epochs that `recovery.epochs` numbers."
+    )
+
+
+def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any], training: str = "`fit`") -> None:
+    """Warns that the program has drawn other numbers before `fit`, or a loop, than before the checkpoint, as a split.
 
     Both are what `drawn_before_fit` returned; None: an older version saved the checkpoint.
 
@@ -71,8 +79,8 @@ def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     if before["seed"] is None:
         return
     warn_always(
-        "The program has drawn other random numbers before `fit` than the run that saved the checkpoint: a split of "
-        "the data that it draws without a seed is another one, so that the model is validated with samples that it "
+        f"The program has drawn other random numbers before {training} than the run that saved the checkpoint: a split "
+        "of the data that it draws without a seed is another one, so that the model is validated with samples that it "
         f"was trained on. Received: seed {now['seed']} of this run. Expected: seed {before['seed']}. Start it with "
         f"`tfdist run --seed {before['seed']}` (or TFDIST_SEED={before['seed']}), or seed the program."
     )
@@ -131,6 +139,10 @@ def warn_not_saved(step: int, error: Exception) -> None:
 
 
 Rates = list[float | None]
+CHANGE_IN_FIT = (
+    "pass a LearningRateScheduler to fit, or assign model.optimizer.learning_rate in on_epoch_begin of a callback, "
+    "which takes effect when the next epoch begins"
+)
 _trained_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers with which this process has trained
 
 
@@ -140,30 +152,33 @@ class InitialLearningRates:
     In a process that trains again with the same optimizers, such as a notebook, callbacks may have set the rates.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, optimizers: Iterable[Any]) -> None:
         """Reads the rates. Call this before a checkpoint is restored."""
-        self._model = model
-        self._may_be_of_callbacks = all(optimizer in _trained_optimizers for optimizer in optimizers_of(model))
-        self.values = learning_rates(model)
+        self._optimizers = list(optimizers)
+        self._may_be_of_callbacks = all(optimizer in _trained_optimizers for optimizer in self._optimizers)
+        self.values = self._present()
 
-    def compare_with_restored(self, saved: Rates | None, callbacks: Sequence[Any], *, warn: bool) -> None:
+    def compare_with_restored(
+        self, saved: Rates | None, callbacks: Sequence[Any], *, warn: bool, change: str = CHANGE_IN_FIT
+    ) -> None:
         """Warns if the program's rates have changed. Call this after a checkpoint was restored."""
         if self._may_be_of_callbacks:
             self.values = self.values if saved is None else saved
         elif warn:
-            warn_learning_rate_ignored(saved, self.values, learning_rates(self._model), callbacks)
+            warn_learning_rate_ignored(saved, self.values, self._present(), callbacks, change)
 
     def mark_trained(self) -> None:
         """Notes that this process trains with the optimizers. Call this before the first step."""
-        _trained_optimizers.update(optimizers_of(self._model))
+        _trained_optimizers.update(self._optimizers)
+
+    def _present(self) -> Rates:
+        """Returns the rates; None for a schedule, which belongs to the program, not to checkpoints."""
+        return [OptimizerState(optimizer).learning_rate for optimizer in self._optimizers]
 
 
-def learning_rates(model: Any) -> Rates:
-    """Returns the rates of the optimizers; None for a schedule, which belongs to the program, not to checkpoints."""
-    return [OptimizerState(optimizer).learning_rate for optimizer in optimizers_of(model)]
-
-
-def warn_learning_rate_ignored(saved: Rates | None, present: Rates, restored: Rates, callbacks: Sequence[Any]) -> None:
+def warn_learning_rate_ignored(
+    saved: Rates | None, present: Rates, restored: Rates, callbacks: Sequence[Any], change: str = CHANGE_IN_FIT
+) -> None:
     """Warns if a rate was changed in the program and the checkpoint's is used instead.
 
     A `LearningRateScheduler` sets the rate whatever was restored.
@@ -183,7 +198,6 @@ def warn_learning_rate_ignored(saved: Rates | None, present: Rates, restored: Ra
             warn_always(
                 f"The learning rate of this program is ignored: training resumes with that of the checkpoint. "
                 f"Received: {now:g}, where the run that saved the checkpoint started with {before}. Expected: the same "
-                f"value; training resumes with {used:g}, as if it had not been interrupted. To change the rate, pass a "
-                "LearningRateScheduler to fit, or assign model.optimizer.learning_rate in on_epoch_begin of a "
-                "callback, which takes effect when the next epoch begins."
+                f"value; training resumes with {used:g}, as if it had not been interrupted. To change the rate, "
+                f"{change}."
             )

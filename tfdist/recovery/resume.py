@@ -10,13 +10,14 @@ _PAUSE_SECONDS = 0.5
 _log = logging.getLogger("tfdist")
 
 
-def choose_checkpoint(store: TrainingStore) -> Checkpoint | None:
+def choose_checkpoint(store: TrainingStore, *, of_loop: bool = False) -> Checkpoint | None:
     """Returns the newest complete checkpoint, None if nothing was saved yet. Called on the chief.
 
-    Logs which checkpoints it skips, and removes unfinished saves.
+    Logs which checkpoints it skips, and removes unfinished saves. `of_loop`: of a custom loop, not of `fit`.
 
     Raises:
-        CheckpointError: If no checkpoint is complete, or one cannot be read now. Nothing is removed then.
+        CheckpointError: If no checkpoint is complete, or one cannot be read now, or it is of the other kind. Nothing is
+            removed then.
     """
     checkpoint, skipped = store.newest()
     if checkpoint is None and skipped:
@@ -24,6 +25,12 @@ def choose_checkpoint(store: TrainingStore) -> Checkpoint | None:
             f"None of the checkpoints is complete. Received: {'; '.join(skipped)}, in {store.location!r}. "
             "Expected: a complete one, or a directory without checkpoints. Repair or mount the disk, or copy the files "
             "there again; for a new training, move this directory away or choose another one. Nothing was removed."
+        )
+    if checkpoint is not None and bool(checkpoint.metadata.get("of_loop")) != of_loop:
+        saved, expected = ("`fit`", "a custom loop") if of_loop else ("a custom loop", "`fit`")
+        raise CheckpointError(
+            f"The checkpoints of `fit` and of custom loops differ. Received: those of {saved}, in {store.location!r}. "
+            f"Expected: those of {expected}. Use another directory. Nothing was removed."
         )
     for reason in skipped:
         _log.warning("FailureRecovery skips a checkpoint: %s", reason)

@@ -1,16 +1,17 @@
 """The state of a training besides the data position: its counts of steps and epochs, and the shards of a checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 
 from tfdist.checkpoint import Checkpoint, Shard, TrainingStore, WorkerFiles
 from tfdist.checkpoint.errors import no_worker_files
-from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.callback_state import (
+    PYTHON_TENSORS,
+    CallbackStates,
     check_callbacks,
     reject_backup_and_restore,
     restore_callbacks,
@@ -23,6 +24,7 @@ from tfdist.recovery.random_generators import (
     restore_python_and_numpy,
 )
 from tfdist.recovery.resharding import is_replica_name, merge_ranks
+from tfdist.recovery.trained_model import Trained, TrainedModel
 from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
 from tfdist.recovery.variable_names import NamedVariables
 from tfdist.recovery.variable_snapshots import VariableSnapshots
@@ -108,28 +110,71 @@ class Snapshot:
     finish: Callable[[], None]
 
 
+class PythonState(Protocol):
+    """What else a training saves: the state of callbacks, or of objects that a custom loop names."""
+
+    def save(self) -> CallbackStates:
+        """Returns the present states."""
+        ...
+
+    def check(self, values: dict[str, Any], *, all_present: bool) -> None:
+        """Raises a `ValueError` if the objects are not those of the checkpoint. Changes nothing."""
+        ...
+
+    def restore(self, values: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+        """Restores what `save` has returned."""
+        ...
+
+
+class _Callbacks:
+    """The callbacks of a `fit`."""
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        reject_backup_and_restore(callbacks)
+        self._callbacks = callbacks
+
+    def save(self) -> CallbackStates:
+        return save_callbacks(self._callbacks)
+
+    def check(self, values: dict[str, Any], *, all_present: bool) -> None:
+        check_callbacks(self._callbacks, values, all_present=all_present)
+
+    def restore(self, values: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+        restore_callbacks(self._callbacks, values, tensors)
+
+
+def state_of_fit(
+    model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any, *, timeout_seconds: float
+) -> "TrainingState":
+    """Returns the state of a `fit` of `model`. `callbacks` are those of `fit` without FailureRecovery.
+
+    Raises:
+        ValueError: If a callback would restore the training, too.
+        RuntimeError: If the shapes of a batch are not known.
+    """
+    callbacks_of_fit = _Callbacks(callbacks)
+    return TrainingState(TrainedModel(model), callbacks_of_fit, element_spec, timeout_seconds=timeout_seconds)
+
+
 class TrainingState:
-    """The variables of a model's training, its callbacks, and the random generators of this process."""
+    """The variables of a training, its callbacks or other objects, and the random generators of this process."""
 
     def __init__(
-        self, model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any, *, timeout_seconds: float
+        self, trained: Trained, python: PythonState, element_spec: Any = None, *, timeout_seconds: float
     ) -> None:
         """Creates the variables that Keras would create in the first step, see `VariableSnapshots.build`.
 
-        `callbacks` are those of `fit` without FailureRecovery; `timeout_seconds`, how long to wait for workers that
-        write or read variables on their devices.
+        `timeout_seconds` is how long to wait for workers that write or read variables on their devices.
 
         Raises:
-            ValueError: If a callback would restore the training, too.
             RuntimeError: If the shapes of a batch are not known.
         """
-        reject_backup_and_restore(callbacks)
-        self._model, self._callbacks = model, callbacks
-        self._num_replicas = int(model.distribute_strategy.num_replicas_in_sync)
+        self._trained, self._python, self._strategy = trained, python, trained.strategy
+        self._num_replicas = int(self._strategy.num_replicas_in_sync)
         self._timeout_seconds = timeout_seconds
-        is_placed = bool(placed_devices(model.distribute_strategy))
+        is_placed = bool(placed_devices(self._strategy))
         self._copies = WorkerCopies(timeout_seconds) if is_placed else HostCopies()
-        self._variables = VariableSnapshots(model, self._copies)
+        self._variables = VariableSnapshots(trained, self._copies)
         self._variables.build(element_spec)
 
     def check_workers_see(self, store: TrainingStore) -> None:
@@ -139,7 +184,7 @@ class TrainingState:
             CheckpointError: If one does not, or does not answer.
             ValueError: If there is no directory, and devices hold variables.
         """
-        devices = placed_devices(self._model.distribute_strategy)
+        devices = placed_devices(self._strategy)
         directory = store.directory
         if directory is None:
             if devices:
@@ -151,33 +196,32 @@ class TrainingState:
 
     def wait_for_steps(self) -> None:
         """Waits for the steps that workers of parameter servers still compute."""
-        if (training := training_of(self._model)) is not None:
-            training.wait()
+        self._trained.wait()
 
     def snapshot(self, metadata: dict[str, Any], *, is_chief: bool) -> "Snapshot":
         """Returns the present state, with `metadata` as JSON in the shard of this rank. The next one overwrites it."""
-        callbacks = save_callbacks(self._callbacks)
-        rank_metadata = {**metadata, "generators": python_and_numpy_state(), "callbacks": callbacks.values}
+        python = self._python.save()
+        rank_metadata = {**metadata, "generators": python_and_numpy_state(), "callbacks": python.values}
         if not is_chief:
-            NamedVariables(self._model).send_split_slots()
-            return Snapshot(None, Shard(self._variables.per_replica(), rank_metadata), None, self._copies.finish)
+            NamedVariables(self._trained).send_split_slots()
+            rank_shard = Shard({**self._variables.per_replica(), **python.own_tensors}, rank_metadata)
+            return Snapshot(None, rank_shard, None, self._copies.finish)
         shared, per_replica, description = self._variables.snapshot()
         shared_metadata = {"description": description}
-        if (shares := training_strategy(self._model.distribute_strategy).row_shares) is not None:
+        if (shares := training_strategy(self._strategy).row_shares) is not None:
             shared_metadata[_ROW_SHARES] = shares.saved()
         worker_files = self._copies.copy_on_workers() if isinstance(self._copies, WorkerCopies) else None
         if worker_files is not None:
             shared_metadata[_ON_WORKERS] = worker_files.description
-        shared_shard = Shard({**shared, **callbacks.tensors}, shared_metadata)
-        return Snapshot(shared_shard, Shard(per_replica, rank_metadata), worker_files, self._copies.finish)
+        shared_shard = Shard({**shared, **python.tensors}, shared_metadata)
+        rank_shard = Shard({**per_replica, **python.own_tensors}, rank_metadata)
+        return Snapshot(shared_shard, rank_shard, worker_files, self._copies.finish)
 
     def adopt_accumulation_steps(self, checkpoint: SavedTraining) -> None:
         """Sets the number of micro-steps per update to that of the checkpoint."""
-        if self._model.optimizer is None:
-            return
-        accumulation = Accumulation(self._model)
+        accumulation = self._trained.accumulation()
         saved_steps = checkpoint.read_shared().metadata["description"]["accumulation_steps"]
-        if accumulation.steps != saved_steps:
+        if accumulation is not None and accumulation.steps != saved_steps:
             accumulation.change(saved_steps)
 
     def restore(self, checkpoint: SavedTraining, rank: int, num_workers: int, *, metrics: bool) -> None:
@@ -192,42 +236,59 @@ class TrainingState:
         description = shared.metadata["description"]
         same_workers = checkpoint.num_ranks == num_workers and description["replicas"] == self._num_replicas
         rank_shard = self._read_rank(checkpoint, rank if same_workers else 0)
-        per_replica: dict[str, Any] = dict(rank_shard.tensors)
-        if not same_workers:
-            per_replica = self._read_all_ranks(checkpoint)
-        variables: dict[str, Any] = {
-            name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")
-        }
+        per_replica = _of_variables(rank_shard) if same_workers else self._read_all_ranks(checkpoint)
+        variables = _of_variables(shared)
         if isinstance(checkpoint, Checkpoint):
             on_workers = open_worker_tensors(checkpoint, shared.metadata.get(_ON_WORKERS, {}), self._timeout_seconds)
             for name, value in on_workers.items():
                 (per_replica if is_replica_name(name) else variables)[name] = value
-        callback_values, generators = rank_shard.metadata["callbacks"], rank_shard.metadata["generators"]
+        python_values, generators = rank_shard.metadata["callbacks"], rank_shard.metadata["generators"]
 
         self._variables.check(variables, per_replica, description)
-        check_callbacks(self._callbacks, callback_values, all_present=same_workers)
+        self._python.check(python_values, all_present=same_workers)
         check_python_and_numpy(generators)
 
         self._variables.restore_shared(variables, description)
         self._variables.restore_per_replica(per_replica, description)
-        if (shares := training_strategy(self._model.distribute_strategy).row_shares) is not None:
+        if (shares := training_strategy(self._strategy).row_shares) is not None:
             shares.restore(shared.metadata.get(_ROW_SHARES))
         if metrics:
             self._variables.restore_metrics(per_replica, description)
-            totals = training_strategy(self._model.distribute_strategy).metric_totals
+            self._restore_late_metrics(per_replica, description)
+            totals = training_strategy(self._strategy).metric_totals
             if totals is not None:  # of samples that a worker had counted which may be lost before the next step
                 totals.store(*self._variables.metric_totals(self._read_all_ranks(checkpoint)))
-        restore_callbacks(self._callbacks, callback_values, shared.tensors)
+        self._python.restore(python_values, {**shared.tensors, **rank_shard.tensors})
         restore_python_and_numpy(generators)
 
+    def _restore_late_metrics(self, per_replica: dict[str, Any], description: dict[str, Any]) -> None:
+        """Restores the metrics that the first step creates when they exist."""
+        present = NamedVariables(self._trained).metrics
+        missing = {
+            name: value
+            for name, value in per_replica.items()
+            if (variable := name.rpartition("@")[0]) not in present and self._trained.creates_later(variable)
+        }
+
+        def restore() -> None:
+            present = NamedVariables(self._trained).metrics
+            found = [name for name in missing if name.rpartition("@")[0] in present]
+            self._variables.restore_metrics({name: missing.pop(name) for name in found}, description)
+
+        self._trained.on_creation(restore)
+
     def _read_all_ranks(self, checkpoint: SavedTraining) -> dict[str, Any]:
-        return merge_ranks([self._read_rank(checkpoint, rank).tensors for rank in range(checkpoint.num_ranks)])
+        return merge_ranks([_of_variables(self._read_rank(checkpoint, rank)) for rank in range(checkpoint.num_ranks)])
 
     def _read_rank(self, checkpoint: SavedTraining, rank: int) -> Shard:
         saved = checkpoint.saved_ranks
         if rank in saved:
             return checkpoint.read_rank(rank)
-        named = NamedVariables(self._model)
+        named = NamedVariables(self._trained)
         variables = {**named.per_replica, **named.metrics}
         summed = [name for name, variable in variables.items() if variable.rule in ("sum", "total")]
         return shard_of_missing_rank(checkpoint.read_rank(saved[0]), rank, summed)
+
+
+def _of_variables(shard: Shard) -> dict[str, Any]:
+    return {name: value for name, value in shard.tensors.items() if not name.startswith(PYTHON_TENSORS)}

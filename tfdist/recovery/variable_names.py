@@ -13,14 +13,12 @@ from tfdist.keras_internals.model_state import (
     ModelVariable,
     OptimizerState,
     components,
-    model_variables,
-    optimizers_of,
 )
 from tfdist.keras_internals.split_slot import SplitSlot
 from tfdist.recovery.compatibility import VariableSpec
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule
-from tfdist.training.metric_synchronization import exchanged_metrics
+from tfdist.recovery.trained_model import Trained
 from tfdist.training.strategy_protocol import training_strategy
 
 LOCAL_UPDATES = "local_updates/"
@@ -45,17 +43,16 @@ class NamedVariable:
 
 
 class NamedVariables:
-    """The variables of the training of `model` that exist at first use. Create a new object to find later ones."""
+    """The variables of a training that exist at first use. Create a new object to find later ones."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._strategy = model.distribute_strategy
+    def __init__(self, trained: Trained) -> None:
+        self._trained, self._strategy = trained, trained.strategy
         self._local_updates = training_strategy(self._strategy).local_updates
 
     @cached_property
     def optimizers(self) -> list[OptimizerState]:
         """All optimizers, including those that other optimizers wrap."""
-        return [OptimizerState(optimizer) for optimizer in optimizers_of(self._model)]
+        return [OptimizerState(optimizer) for optimizer in self._trained.optimizers()]
 
     @property
     def local_replicas(self) -> int:
@@ -94,7 +91,7 @@ class NamedVariables:
 
     def _of_local_updates(self, part: int) -> dict[str, NamedVariable]:
         """Returns what workers share (0), or count by themselves (1), between two exchanges of weights."""
-        variables = self._local_updates.saved_variables(list(optimizers_of(self._model)))[part]
+        variables = self._local_updates.saved_variables(self._trained.optimizers())[part]
         return {f"{LOCAL_UPDATES}{name}": self._named(variable) for name, variable in variables.items()}
 
     @cached_property
@@ -122,15 +119,15 @@ class NamedVariables:
         """The states of the metrics and of the loss trackers."""
         return {
             f"{METRICS}{key}": self._named(variable, "total" if variable.aggregation == "sum" else "first")
-            for key, variable in _metric_variables_by_key(self._model).items()
+            for key, variable in self._trained.metrics().items()
         }
 
     def exchanged_metrics(self) -> dict[str, Any]:
         """Returns the Keras variables among `metrics` whose sums over all replicas each step exchanges."""
-        exchanged = set(map(id, exchanged_metrics(self._model)))
+        exchanged = set(map(id, self._trained.exchanged_metrics()))
         return {
             f"{METRICS}{key}": variable
-            for key, variable in _metric_variables_by_key(self._model).items()
+            for key, variable in self._trained.metrics().items()
             if id(variable) in exchanged
         }
 
@@ -151,7 +148,7 @@ class NamedVariables:
 
     @cached_property
     def _model_variables(self) -> dict[str, ModelVariable]:
-        return {f"{variable.kind}/{variable.key}": variable for variable in model_variables(self._model)}
+        return self._trained.variables()
 
     def _named(self, variable: Any, rule: Rule = "first") -> NamedVariable:
         path = getattr(variable, "path", None) or variable.name.partition(":")[0]  # a `tf.Variable` has a name only
@@ -161,15 +158,3 @@ class NamedVariables:
 def variable_specs(variables: Mapping[str, NamedVariable]) -> dict[str, VariableSpec]:
     """Returns the specs of `variables`."""
     return {name: variable.spec for name, variable in variables.items()}
-
-
-def _metric_variables_by_key(model: Any) -> dict[str, Any]:
-    """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
-    variables_by_key: dict[str, Any] = {}
-    seen: set[int] = set()
-    for position, metric in enumerate(model.metrics):
-        for index, variable in enumerate(metric.variables):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                variables_by_key[f"{position}.{type(metric).__name__}/{index}"] = variable
-    return variables_by_key

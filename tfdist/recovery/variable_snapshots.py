@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.keras_internals.model_state import OptimizerState, components, updating_optimizers
-from tfdist.keras_internals.symbolic_build import build_for_training
+from tfdist.keras_internals.model_state import OptimizerState, components
 from tfdist.recovery.compatibility import (
     Mismatch,
     find_optimizer_mismatch,
@@ -23,6 +21,7 @@ from tfdist.recovery.resharding import (
     replica_name,
     reshard,
 )
+from tfdist.recovery.trained_model import Trained
 from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
 from tfdist.recovery.variable_names import (
     ACCUMULATORS,
@@ -40,7 +39,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class VariableSnapshots:
-    """The variables of the training of one model, under names that the same program finds again in a new process.
+    """The variables of the training of a model, or of a custom loop, under names that stay in a new process.
 
     A name is the position of a variable: `weights/3.Dense/0` is the first weight of layer 3, a Dense layer, where the
     model is layer 0; `optimizer/0.Adam/2` is the third variable of its optimizer.
@@ -53,11 +52,12 @@ class VariableSnapshots:
     Arrays never share memory with a variable.
 
     >>> import keras
+    >>> from tfdist.recovery.trained_model import TrainedModel
     >>> from tfdist.recovery.variable_snapshots import VariableSnapshots
     >>> def training(name):
     ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name=name)])
     ...     model.compile("sgd", loss="mse")
-    ...     variables = VariableSnapshots(model)
+    ...     variables = VariableSnapshots(TrainedModel(model))
     ...     variables.build((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])))
     ...     return model, variables
     >>> import tensorflow as tf
@@ -73,15 +73,14 @@ class VariableSnapshots:
     True
     """
 
-    def __init__(self, model: Any, copies: HostCopies | WorkerCopies | None = None) -> None:
-        """Reads a compiled model. Variables that are created later are found, too.
+    def __init__(self, trained: Trained, copies: HostCopies | WorkerCopies | None = None) -> None:
+        """Reads what is trained. Variables that are created later are found, too.
 
         `copies` makes the copies when its `finish` is called. None: copies are made at once, in new memory. Those that
         `WorkerCopies` makes on workers are not returned.
         """
-        self._model = model
+        self._trained, self._strategy = trained, trained.strategy
         self._copies = copies
-        self._strategy = model.distribute_strategy
         strategy = training_strategy(self._strategy)
         self._rank, self._num_replicas = strategy.rank, int(self._strategy.num_replicas_in_sync)
         counts = list(strategy.replicas_of_workers)
@@ -98,13 +97,11 @@ class VariableSnapshots:
         Raises:
             RuntimeError: If variables are missing and the shapes of a batch are not known.
         """
-        build_for_training(self._model, element_spec)
-        if (updates := self._local_updates) is not None:
-            updates.prepare(self._model, updating_optimizers(self._model))  # as the first update would
+        self._trained.build(element_spec)
 
     def per_replica(self) -> Arrays:
         """Returns copies of the values of each local replica, including metrics."""
-        return self._per_replica(NamedVariables(self._model))
+        return self._per_replica(NamedVariables(self._trained))
 
     def snapshot(self) -> tuple[Arrays, Arrays, Json]:
         """Returns copies of what is equal on all replicas, `per_replica`, and a description.
@@ -112,7 +109,7 @@ class VariableSnapshots:
         The description is what else is needed to check and restore a checkpoint, as JSON; the same on all ranks. Its
         `accumulation_steps` is the number of micro-steps per update of the model's optimizer.
         """
-        named = NamedVariables(self._model)
+        named = NamedVariables(self._trained)
         shared = self._copy({name: variable.components[0] for name, variable in named.shared.items()})
         return shared, self._per_replica(named), self._description(named)
 
@@ -127,9 +124,13 @@ class VariableSnapshots:
                 difference, its values in checkpoint and program, and the remedy.
         """
         self._build_optimizers(description)
-        named = NamedVariables(self._model)
+        named = NamedVariables(self._trained)
         paths, present = description["paths"], {**named.per_replica, **named.metrics}
-        of_one_replica = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
+        of_one_replica = {
+            name: next(iter(values.values()))
+            for name, values in group_by_variable(per_replica).items()
+            if name in present or not self._trained.creates_later(name)
+        }
         # Exact weights replace what weights were rounded to, if they are saved and needed. Global generators are
         # created and removed as the checkpoint requires.
         accumulators = [ACCUMULATORS] if _may_lack_accumulators(named, description) else []
@@ -151,7 +152,7 @@ class VariableSnapshots:
         updates stays.
         """
         self._complete_exchanges()
-        named = NamedVariables(self._model)
+        named = NamedVariables(self._trained)
         present = {name: variable for name, variable in named.shared.items() if name in shared}
         assign_all([(part, shared[name]) for name, variable in present.items() for part in variable.components])
         _rescale_accumulators(self._strategy, named, shared, description, are_split=True)
@@ -172,9 +173,10 @@ class VariableSnapshots:
             ValueError: If the values of needed ranks are missing.
         """
         saved = group_by_variable(per_replica)
-        generators = [name.removeprefix(GENERATORS) for name in saved if name.startswith(GENERATORS)]
-        create_generators(generators, self._strategy)
-        named = NamedVariables(self._model)
+        generators = {name: values for name, values in saved.items() if name.startswith(GENERATORS)}
+        are_of_replicas = {name.removeprefix(GENERATORS): len(values) > 1 for name, values in generators.items()}
+        create_generators(are_of_replicas, self._strategy)
+        named = NamedVariables(self._trained)
         self._assign(named.per_replica, saved, description)
         _rescale_accumulators(self._strategy, named, saved, description, are_split=False)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
@@ -187,7 +189,7 @@ class VariableSnapshots:
         If the number of replicas differs, replica 0 gets the sums of all and the others zeros, so that the results
         over all replicas stay.
         """
-        named = NamedVariables(self._model)
+        named = NamedVariables(self._trained)
         self._assign(named.metrics, group_by_variable(per_replica), description)
 
     def metric_totals(self, per_replica: Arrays) -> tuple[list[Any], list[np.ndarray]]:
@@ -195,12 +197,12 @@ class VariableSnapshots:
 
         `per_replica` is merged from all ranks (`merge_ranks`).
         """
-        saved, found = group_by_variable(per_replica), NamedVariables(self._model).exchanged_metrics()
+        saved, found = group_by_variable(per_replica), NamedVariables(self._trained).exchanged_metrics()
         names = [name for name in found if name in saved]
         return [found[name] for name in names], [reshard(saved[name], "total", 0, 1) for name in names]
 
     def _build_optimizers(self, description: Json) -> None:
-        named = NamedVariables(self._model)
+        named = NamedVariables(self._trained)
         by_key = named.variables_by_key()
         # An outer optimizer builds its inner one, which comes later.
         for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=False):
@@ -216,7 +218,7 @@ class VariableSnapshots:
             "local_replicas": self._local_replicas,
             "compressing_replicas": self._compression(named).num_replicas,
             "compressing_ways": self._compression(named).ways,
-            "accumulation_steps": Accumulation(self._model).steps if self._model.optimizer is not None else 1,
+            "accumulation_steps": 1 if (accumulation := self._trained.accumulation()) is None else accumulation.steps,
             "optimizers": [
                 {
                     "kind": optimizer.kind,
@@ -286,7 +288,7 @@ class VariableSnapshots:
         return (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
-        return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)
+        return CompressionArrays(self._trained, named.model_keys(), self._rank, named.local_replicas)
 
 
 def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
