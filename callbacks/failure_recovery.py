@@ -14,16 +14,18 @@ from typing import Any
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
-from tfdist.checkpoint import Checkpoint, RemoteStoreError, open_store
+from tfdist.checkpoint import Checkpoint, RemoteStoreError, TrainingStore, open_store
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
+from tfdist.host_storage.host_store import HostStore
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
+from tfdist.recovery.host_meeting import meet
 from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices, exit_process
 from tfdist.recovery.random_generators import drawn_before_fit
 from tfdist.recovery.recovery_warnings import (
@@ -55,8 +57,9 @@ class FailureRecovery(LastCallback):
     written, and, where variables are on a GPU or TPU, for their copy to host memory. `fit` raises the error of a write
     at the next save or at its end. With several workers `directory` must be on a file system that they share, or an
     address on an object store; each worker writes its part. An object store that does not answer is a warning, and
-    training continues; only the last save of `fit` must succeed (`docs/object_stores.md`). Under
-    `ParameterServerStrategy` the chief writes everything, after all earlier steps.
+    training continues; only the last save of `fit` must succeed (`docs/object_stores.md`). With
+    `shared=False` each host saves to its own disk; one that loses it gets all from the others (`docs/own_disks.md`).
+    Under `ParameterServerStrategy` the chief writes everything, after all earlier steps.
 
     SIGTERM and SIGUSR1 (which Slurm sends) on any worker make all workers save after their next common step and exit
     with code 75; a second signal ends the process at once. During validation they take effect after the next training
@@ -99,6 +102,7 @@ class FailureRecovery(LastCallback):
         self,
         directory: str | os.PathLike[str],
         *,
+        shared: bool = True,
         every_steps: int | None = None,
         every_seconds: float | None = None,
         every_epochs: int | None = None,
@@ -113,6 +117,8 @@ class FailureRecovery(LastCallback):
         Args:
             directory: A directory for this training only. It is created if missing. Or an address on an object store
                 (`s3://bucket/run`, `gs://bucket/run`, `az://container/run`), with the extra `tfdist[remote]`.
+            shared: Whether all workers share the disk of `directory`. If False, it is on a disk of each host: a host
+                has the parts of its own workers and copies of those of another one.
             every_steps: Save after this number of training steps; with gradient accumulation, of micro-steps.
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many epochs. Defaults to 1 if no interval is given.
@@ -132,7 +138,9 @@ class FailureRecovery(LastCallback):
         if every_steps is None and every_seconds is None and every_epochs is None:
             every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
-        self._store = open_store(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
+        self._store: TrainingStore = (open_store if shared else HostStore)(
+            directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds
+        )
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
         self._report_saved: Callable[[int, int], None] | None = None
@@ -159,6 +167,8 @@ class FailureRecovery(LastCallback):
         self._coordination.wait_for_chief(self._store.peer_timeout_seconds)
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
+        if isinstance(self._store, HostStore):
+            self._meet(self._store)
         timeout = self._store.peer_timeout_seconds
         self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
         if self._coordination.is_chief:
@@ -174,6 +184,8 @@ class FailureRecovery(LastCallback):
         self._drawn = drawn_before_fit(seed_of_run(os.environ))
         if sequence is not None:
             self._resume(open_chosen_checkpoint(self._store, sequence, rank))
+        if isinstance(self._store, HostStore):
+            self._store.wait_until_all_have_read()
         self._learning_rates.mark_trained()
         self._first_sequence = self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
@@ -346,6 +358,15 @@ class FailureRecovery(LastCallback):
 
         self._iterator.on_fit_end(release)
 
+    def _meet(self, store: HostStore) -> None:
+        writer, end_meeting = self._writer, meet(store, self._coordination, self.model.distribute_strategy)
+
+        def end() -> None:
+            writer.drain()  # it sends files to the others, and takes theirs
+            end_meeting()
+
+        self._iterator.on_fit_end(end)
+
     def _choose(self) -> tuple[int | None, str]:
         """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
         self._lock_store()
@@ -410,7 +431,8 @@ class FailureRecovery(LastCallback):
         started = time.perf_counter()
         position = self._iterator.position(progress.next_step, self._logs)
         self._writer.wait()  # the next snapshot overwrites what it writes
-        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=is_chief)
+        writes_shared = is_chief or (isinstance(store, HostStore) and store.writes_shared)
+        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=writes_shared)
         self._next_sequence, self._saved_progress = sequence + 1, progress
         if is_chief and not self._is_locked:
             with contextlib.suppress(RemoteStoreError):  # the save takes it, or fails likewise

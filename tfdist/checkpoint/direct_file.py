@@ -5,7 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+FileWriter = Callable[[Path, Iterable[npt.NDArray[Any]]], str]  # as `write_direct`
 _BLOCK_BYTES = 4096  # a multiple of the blocks of almost all disks; with others the page cache is used
 _STAGING_BYTES = 1 << 20  # small enough for the cache of a core
 # Buffers of earlier writes. A process that forks shares them with its child, which needs its own.

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tfdist.checkpoint.checkpoint import UNFINISHED_PREFIX, Checkpoint, directory_name
+from tfdist.checkpoint.checkpoint import Checkpoint, directory_name, unfinished_name
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
@@ -112,7 +112,7 @@ class ShardedSave:
         self._num_ranks = num_ranks
         self._saving = SavingRanks(tuple(range(num_ranks))) if saving is None else saving
         self._is_chief = rank == self._saving.chief
-        self._unfinished = directory / f"{UNFINISHED_PREFIX}{sequence:010d}-{attempt}"
+        self._unfinished = directory / unfinished_name(sequence, attempt)
 
     def run(
         self,

@@ -1,0 +1,272 @@
+"""`HostStore`: the checkpoints of a training on the own disk of each host."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tfdist.checkpoint.checkpoint import Checkpoint, directory_name
+from tfdist.checkpoint.checkpoint_store import CheckpointStore
+from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, HostError, explained
+from tfdist.checkpoint.manifest import MANIFEST_FILE, FileRecord
+from tfdist.checkpoint.shard import Json, Shard
+from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, WorkerFiles, check_save
+from tfdist.host_storage.host_checkpoint import HostCheckpoint, fetch
+from tfdist.host_storage.host_save import HostSave, commit
+from tfdist.host_storage.hosts import Messages, gather, heard
+from tfdist.host_storage.inventory import Found, inventory_of, newest_of
+from tfdist.host_storage.meeting import Meeting, Place
+from tfdist.host_storage.peer_files import Saved, damaged_files
+from tfdist.utils import atomic_files
+
+_log = logging.getLogger("tfdist")
+
+
+class HostStore(CheckpointStore):
+    """A directory of the same path on each host, each on a disk of its own: `CheckpointStore` without a shared disk.
+
+    The workers `meet` before they restore and save. Until then, and where all share one disk, this is a
+    `CheckpointStore`.
+
+    Args:
+        directory: The path, not an address.
+        keep: How many checkpoints each host keeps, as in `CheckpointStore`.
+        peer_timeout_seconds: How long a worker waits for others.
+
+    Raises:
+        ValueError: If an argument is invalid.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3, peer_timeout_seconds: float = 60.0) -> None:
+        if "://" in os.fspath(directory):
+            raise ValueError(
+                f"All workers share an object store. Received: directory={os.fspath(directory)!r}, shared=False. "
+                "Expected: a path on the disk of each host, or an address without shared=False."
+            )
+        super().__init__(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
+        self._meeting: Meeting | None = None
+        self._inventories: dict[int, Json] = {}
+        self._chosen: Found | None = None
+        self._is_completed = False  # whether this host has what it shall have of the chosen one
+
+    @property
+    def writes_shared(self) -> bool:
+        """Whether this worker saves what all have in common, for its host."""
+        return self._meeting is not None and self._meeting.leads
+
+    def meet(self, messages: Messages, place: Place) -> Callable[[], None]:
+        """Meets the other workers of a `fit`, all of which call this, and locks the directory on each host.
+
+        Returns:
+            A function that ends the meeting: this worker answers no more.
+
+        Raises:
+            CheckpointError: If a directory cannot be written or is locked, or a worker does not call this.
+        """
+        meeting = self._meeting = Meeting.of(self.directory, messages, place, self.peer_timeout_seconds)
+        self._chosen, self._is_completed, self._inventories = None, False, {}
+        if meeting is None:
+            return lambda: None
+        lock = self.lock()
+
+        def end() -> None:
+            meeting.files.close()
+            lock.release()
+
+        try:
+            self._take_stock(meeting, lock.acquire)
+        except BaseException:
+            end()
+            raise
+        return end
+
+    def _take_stock(self, meeting: Meeting, lock: Callable[[], None]) -> None:
+        """Gathers on the chief what is on which host. The chief itself locks its directory later, and looks then."""
+        stock: Json = {}
+        if meeting.leads and meeting.rank:
+            try:
+                lock()
+                with explained("The checkpoints could not be read", self.directory):
+                    stock = inventory_of(self.directory)
+            except (CheckpointError, OSError) as error:
+                stock = {"failed": str(error)}
+        stocks = gather(meeting.messages, "stock", stock, meeting.timeout_seconds)
+        for rank in meeting.hosts.leaders[1:]:
+            host = meeting.hosts.host_of(rank)
+            if "failed" in stocks[rank]:
+                raise HostError(f"{stocks[rank]['failed']} This is what {meeting.hosts.describe(host)} found.")
+            self._inventories[host] = stocks[rank]
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """Finds the newest checkpoint that was committed and is intact on the hosts together, as the chief.
+
+        Returns:
+            The checkpoint, or None; and the reasons why newer ones were skipped: which files are missing, and where
+            they were saved.
+
+        Raises:
+            CheckpointError: If something cannot be read, or a host does not answer.
+        """
+        meeting = self._meeting
+        with explained("The checkpoints could not be read", self.directory):
+            inventories = {**self._inventories, 0: inventory_of(self.directory)} if meeting else {}
+            inventories = inventories or {0: inventory_of(self.directory)}
+            describe = meeting.hosts.describe if meeting else lambda _: "this host"
+            found, skipped = newest_of(inventories, describe, self._damaged)
+        if found is None:
+            return None, skipped
+        if meeting is None:
+            return self._opened(found), skipped
+        self._chosen = found
+        for rank in range(1, meeting.messages.num_workers):
+            meeting.messages.tell(rank, "chosen", found.to_json())
+        return self._opened(found), skipped
+
+    def open(self, sequence: int) -> Checkpoint:
+        """Opens the checkpoint that the chief has chosen. Its files are fetched from other hosts if they are missing.
+
+        Raises:
+            CheckpointError: If it cannot be had.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            return super().open(sequence)
+        if self._chosen is None:
+            self._chosen = Found.from_json(heard(meeting.messages, 0, "chosen", meeting.timeout_seconds))
+        if self._chosen.manifest.sequence != sequence:
+            raise CorruptCheckpointError(
+                f"Checkpoint {sequence} is not the one that was chosen. Received: sequence={sequence}. Expected: "
+                f"{self._chosen.manifest.sequence}."
+            )
+        return self._opened(self._chosen)
+
+    def wait_until_all_have_read(self) -> None:
+        """Waits until all workers have read what they restore: no host may end while another one needs its files.
+
+        Raises:
+            CheckpointError: If a worker does not call this.
+        """
+        if self._meeting is not None:
+            gather(self._meeting.messages, "has read", True, self._meeting.timeout_seconds)
+
+    def save(
+        self,
+        sequence: int,
+        attempt: str,
+        *,
+        rank: int,
+        num_ranks: int,
+        rank_shard: Shard,
+        shared_shard: Shard | None,
+        metadata: Json,
+        worker_files: WorkerFiles | None = None,
+        saving: SavingRanks | None = None,
+    ) -> Checkpoint | None:
+        """Saves a checkpoint, see `CheckpointStore.save`. The leader of each host gives the shared shard.
+
+        Returns:
+            The checkpoint on the chief: all hosts have it. None on others.
+
+        Raises:
+            CheckpointError: If it is not saved; earlier checkpoints are intact.
+            ValueError: If an argument is invalid.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            return super().save(
+                sequence,
+                attempt,
+                rank=rank,
+                num_ranks=num_ranks,
+                rank_shard=rank_shard,
+                shared_shard=shared_shard,
+                metadata=metadata,
+                worker_files=worker_files,
+                saving=saving,
+            )
+        check_save(sequence, attempt, rank, num_ranks)
+        with explained(f"Checkpoint {sequence} could not be written", self.directory, EARLIER_INTACT):
+            save = HostSave(
+                self.directory, sequence, attempt, meeting, is_taken=meeting.leads and sequence in self._known_complete
+            )
+            manifest = save.run(rank_shard, shared_shard, metadata)
+        if meeting.leads:
+            self._known_complete.add(sequence)
+            self._remove_old(sequence)
+        if rank:
+            return None
+        holders = {
+            name: [host for host, entry in enumerate(manifest.hosts) if name in entry.files] for name in manifest.files
+        }
+        return HostCheckpoint(self.directory / directory_name(sequence), Found(manifest, holders), meeting)
+
+    def remove_unfinished(self, current_attempt: str | None = None) -> None:
+        """Removes unfinished saves, but not the files of the checkpoint that was chosen, see `CheckpointStore`."""
+        if self._meeting is None or self._chosen is None:
+            super().remove_unfinished(current_attempt)
+
+    def _damaged(self, host: int, saved: Saved, records: Mapping[str, FileRecord]) -> Mapping[str, str]:
+        meeting = self._meeting
+        if meeting is None or host == meeting.host:
+            return damaged_files(saved.folder(self.directory), records)
+        address = meeting.addresses[meeting.hosts.leaders[host]]
+        try:
+            return meeting.files.damaged(address, saved, records, meeting.timeout_seconds)
+        except HostError as error:
+            raise HostError(
+                f"The files of checkpoint {saved.sequence} could not be verified. Received: {error}, on "
+                f"{meeting.hosts.describe(host)}. Expected: an answer. Start the program again."
+            ) from error
+
+    def _opened(self, found: Found) -> Checkpoint:
+        """Makes the leader of each host complete what its host has of the checkpoint, and opens it."""
+        meeting, sequence = self._meeting, found.manifest.sequence
+        path = self.directory / directory_name(sequence)
+        if meeting is not None and not self._is_completed:
+            members = meeting.hosts.members[meeting.host]
+            if meeting.leads:
+                problem = ""
+                try:
+                    with explained(f"Checkpoint {sequence} could not be restored", self.directory):
+                        self._complete(found, meeting)
+                except CheckpointError as error:
+                    problem = str(error)
+                    raise
+                finally:
+                    for rank in members[1:]:
+                        meeting.messages.tell(rank, "completed", problem or "yes")
+            elif (answer := heard(meeting.messages, members[0], "completed", meeting.timeout_seconds)) != "yes":
+                raise HostError(answer)
+        self._is_completed = True
+        self._known_complete.add(sequence)
+        return HostCheckpoint(path, found, meeting)
+
+    def _complete(self, found: Found, meeting: Meeting) -> None:
+        """Fetches what this host shall have, and gives what it has the name and the manifest of the checkpoint."""
+        saved, manifest = found.saved, found.manifest
+        folder = saved.folder(self.directory)
+        atomic_files.make_directory(folder)
+        wanted = [name for name in meeting.hosts.files_of(meeting.host) if name in manifest.files]
+        here = {name for name, hosts in found.holders.items() if meeting.host in hosts}
+        sources: dict[int, list[str]] = {}
+        for name in wanted:
+            if name not in here:
+                (folder / name).unlink(missing_ok=True)  # damaged
+                sources.setdefault(fetch(found, name, folder, meeting), []).append(name)
+        for host, names in sources.items():
+            _log.warning(
+                "FailureRecovery: %s had no %s of checkpoint %d, and has taken them from %s.",
+                meeting.hosts.describe(meeting.host),
+                ", ".join(names),
+                manifest.sequence,
+                meeting.hosts.describe(host),
+            )
+        here_now = tuple(name for name in manifest.files if name in here or name in wanted)
+        path = self.directory / directory_name(manifest.sequence)
+        if folder == path:
+            content = replace(manifest, here=here_now).to_bytes()
+            if content != (path / MANIFEST_FILE).read_bytes():
+                atomic_files.write(path / MANIFEST_FILE, content)
+        else:
+            commit(self.directory, folder, manifest, here_now)
+        super().remove_unfinished()

@@ -1,0 +1,153 @@
+"""Which workers share a disk, who writes what, and who keeps copies; and the messages by which they agree."""
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from tfdist.checkpoint.errors import HostError, explained
+from tfdist.checkpoint.manifest import SHARED_FILE, rank_file
+from tfdist.utils import atomic_files
+
+_PROBE_PREFIX = ".host-"
+
+
+class Messages(Protocol):
+    """Messages between the workers of a training, each under a name of its own.
+
+    Attributes:
+        rank: The rank of this worker.
+        num_workers: The number of workers.
+    """
+
+    rank: int
+    num_workers: int
+
+    def tell(self, to: int, name: str, value: Any) -> None:
+        """Sends any JSON but null to the worker of a rank."""
+        ...
+
+    def hear(self, sender: int, name: str, timeout_seconds: float) -> Any:
+        """Returns what a worker has sent under a name; None if it has sent nothing in time."""
+        ...
+
+
+def heard(messages: Messages, sender: int, name: str, timeout_seconds: float) -> Any:
+    """Returns what a worker has sent.
+
+    Raises:
+        HostError: If it has sent nothing in time.
+    """
+    value = messages.hear(sender, name, timeout_seconds)
+    if value is None:
+        raise HostError(
+            f"Worker {sender} has not answered within {timeout_seconds:g} s. Received: no {name!r} from it. Expected: "
+            "FailureRecovery with the same arguments on all workers. Pass it to `fit` on every worker; if their disks "
+            "are slow, raise peer_timeout_seconds."
+        )
+    return value
+
+
+def gather(messages: Messages, name: str, value: Any, timeout_seconds: float) -> list[Any]:
+    """Returns the values of all workers, by rank. All call this. The chief collects them.
+
+    Raises:
+        HostError: If a worker has not called this in time.
+    """
+    if messages.rank:
+        messages.tell(0, name, value)
+        return list(heard(messages, 0, f"{name}, of all", 2 * timeout_seconds))
+    others = range(1, messages.num_workers)
+    values = [value, *(heard(messages, rank, name, timeout_seconds) for rank in others)]
+    for rank in others:
+        messages.tell(rank, f"{name}, of all", values)
+    return values
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a training, in the order of their lowest ranks. Workers are of one host if they share its disk.
+
+    >>> hosts = Hosts(("a", "b"), ((0, 2), (1, 3)))
+    >>> hosts.host_of(3), hosts.leader_of(3), [hosts.keeper_of(rank) for rank in range(4)]
+    (1, 1, [1, 0, 3, 2])
+    >>> hosts.files_of(1)
+    ('shared.safetensors', 'rank-1.safetensors', 'rank-3.safetensors', 'rank-0.safetensors', 'rank-2.safetensors')
+    """
+
+    names: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _hosts(self) -> dict[int, int]:
+        return {rank: host for host, ranks in enumerate(self.members) for rank in ranks}
+
+    def host_of(self, rank: int) -> int:
+        """Returns the number of the host of a worker."""
+        return self._hosts[rank]
+
+    def leader_of(self, rank: int) -> int:
+        """Returns the worker that writes for all of a worker's host: the one of the lowest rank."""
+        return self.members[self.host_of(rank)][0]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The leaders of all hosts. The first of them is the chief."""
+        return tuple(ranks[0] for ranks in self.members)
+
+    def keeper_of(self, rank: int) -> int | None:
+        """Returns the worker of the next host that keeps a copy of a worker's part; None on a single host."""
+        if len(self.members) == 1:
+            return None
+        host = self.host_of(rank)
+        following = self.members[(host + 1) % len(self.members)]
+        return following[self.members[host].index(rank) % len(following)]
+
+    def files_of(self, host: int) -> tuple[str, ...]:
+        """Returns the files of a checkpoint that a host has."""
+        copied = self.members[host - 1] if len(self.members) > 1 else ()
+        return (SHARED_FILE, *map(rank_file, self.members[host]), *map(rank_file, copied))
+
+    def describe(self, host: int) -> str:
+        """Returns a host's name and its workers, for messages."""
+        workers = ", ".join(map(str, self.members[host]))
+        return f"host {self.names[host]!r} (worker{'s' if len(self.members[host]) > 1 else ''} {workers})"
+
+
+def find_hosts(directory: Path, messages: Messages, name: str, timeout_seconds: float) -> Hosts:
+    """Finds out which workers share the disk of `directory`: each writes a file, and sees those of others there.
+
+    Args:
+        directory: The directory on this worker's disk, which is created.
+        messages: All workers call this.
+        name: The name of this worker's host, for messages.
+        timeout_seconds: How long others may take.
+
+    Raises:
+        CheckpointError: If the directory cannot be written, or a worker does not call this.
+    """
+    probe = f"{_PROBE_PREFIX}{messages.rank}-{secrets.token_hex(8)}"
+    with explained("No checkpoint can be written", directory):
+        atomic_files.make_directory(directory)
+        (directory / probe).touch()
+        try:
+            probes = gather(messages, "probes", [probe, name], timeout_seconds)
+            present = set(os.listdir(directory))
+            seen = [rank for rank, (other, _) in enumerate(probes) if other in present]
+            groups = gather(messages, "disks", seen, timeout_seconds)
+        finally:
+            (directory / probe).unlink(missing_ok=True)
+    return _hosts_of(groups, [host for _, host in probes])
+
+
+def _hosts_of(groups: Sequence[Sequence[int]], names: Sequence[str]) -> Hosts:
+    """Joins the groups of workers that see each other; a file server may show a file late."""
+    host_of = list(range(len(groups)))
+    for rank, seen in enumerate(groups):
+        joined = {host_of[other] for other in [rank, *seen]}
+        host_of = [min(joined) if host in joined else host for host in host_of]
+    members = [tuple(rank for rank in range(len(groups)) if host_of[rank] == first) for first in sorted(set(host_of))]
+    return Hosts(tuple(names[ranks[0]] for ranks in members), tuple(members))
