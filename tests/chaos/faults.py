@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import time
 
@@ -18,7 +19,8 @@ def arm(fault, checkpoints):
     """Arms a fault; returns the callbacks that it needs.
 
     Args:
-        fault: `do` is the name of a signal, of an error of the system, or "raise"; `at` is a hook of a callback,
+        fault: `do` is the name of a signal, of an error of the system, "raise", or "lose the disk": a SIGKILL after all
+            checkpoints of this worker are removed; `at` is a hook of a callback,
             "train_step" (in its forward pass, on one of the replicas), "fsync" (in the middle of a save), or "restore";
             `count` is the number of the call at which it strikes. Checkpoints are written in the background: with
             `after_save`, a number of steps, it waits until a checkpoint has them, from which the next attempt resumes.
@@ -43,7 +45,9 @@ def _strike(fault):
         raise RuntimeError("on purpose")
     if number := getattr(errno, fault["do"], None):
         raise OSError(number, os.strerror(number))
-    os.kill(os.getpid(), getattr(signal, fault["do"]))
+    if fault["do"] == "lose the disk":
+        shutil.rmtree(fault["checkpoints"])
+    os.kill(os.getpid(), getattr(signal, fault["do"], signal.SIGKILL))
 
 
 def _wait_for_save(fault):
