@@ -14,9 +14,9 @@ from typing import Any
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
-from tfdist.checkpoint import Checkpoint, RemoteStoreError, TrainingStore, open_store
+from tfdist.checkpoint import Checkpoint, CheckpointError, RemoteStoreError, TrainingStore, open_store
 from tfdist.checkpoint.background_writer import create_writer
-from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
+from tfdist.cluster import MEMORY_VARIABLE, PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
@@ -25,7 +25,6 @@ from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
-from tfdist.recovery.host_meeting import meet
 from tfdist.recovery.preemption import PreemptionHandler, RayTrainNotices, exit_process
 from tfdist.recovery.random_generators import drawn_before_fit
 from tfdist.recovery.recovery_warnings import (
@@ -38,8 +37,9 @@ from tfdist.recovery.recovery_warnings import (
     warn_terminated_by_nan,
     warn_training_complete,
 )
-from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
+from tfdist.recovery.resume import open_chosen_checkpoint
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
+from tfdist.recovery.storage_tiers import StorageTiers
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 from tfdist.training.strategy_protocol import training_strategy
@@ -103,6 +103,7 @@ class FailureRecovery(LastCallback):
         directory: str | os.PathLike[str],
         *,
         shared: bool = True,
+        memory_every_steps: int | None = None,
         every_steps: int | None = None,
         every_seconds: float | None = None,
         every_epochs: int | None = None,
@@ -119,6 +120,8 @@ class FailureRecovery(LastCallback):
                 (`s3://bucket/run`, `gs://bucket/run`, `az://container/run`), with the extra `tfdist[remote]`.
             shared: Whether all workers share the disk of `directory`. If False, it is on a disk of each host: a host
                 has the parts of its own workers and copies of those of another one.
+            memory_every_steps: Save to the memory of the hosts after this number of steps, beside the saves to
+                `directory`. It outlives workers, not `tfdist run`, which it needs; hosts have copies of each other's.
             every_steps: Save after this number of training steps; with gradient accumulation, of micro-steps.
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many epochs. Defaults to 1 if no interval is given.
@@ -141,6 +144,7 @@ class FailureRecovery(LastCallback):
         self._store: TrainingStore = (open_store if shared else HostStore)(
             directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds
         )
+        self._tiers = StorageTiers(self._store, memory_every_steps, MEMORY_VARIABLE)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
         self._report_saved: Callable[[int, int], None] | None = None
@@ -167,15 +171,15 @@ class FailureRecovery(LastCallback):
         self._coordination.wait_for_chief(self._store.peer_timeout_seconds)
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
-        if isinstance(self._store, HostStore):
-            self._meet(self._store)
+        self._iterator.on_fit_end(self._tiers.begin(self._coordination, strategy, os.environ, self._writer.drain))
         timeout = self._store.peer_timeout_seconds
         self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
         if self._coordination.is_chief:
             warn_lost_callback_state(self.others)
-        sequence, self._attempt, self._is_locked = None, "", False
+        sequence, self._attempt, self._is_locked, in_memory = None, "", False, False
         if not self._coordination.starts_late:  # otherwise `join` follows, or `train_alone`
-            sequence, self._attempt = self._coordination.decide("resume", self._choose)
+            sequence, self._attempt, in_memory = self._coordination.decide("resume", self._choose)
+        store = self._tiers.chosen(is_in_memory=in_memory)
         self._restored: Checkpoint | None = None
         self._reports_resume_cost = False
         self._was_complete = self._is_terminated_by_nan = False
@@ -183,9 +187,8 @@ class FailureRecovery(LastCallback):
         self._learning_rates = InitialLearningRates(self.model)
         self._drawn = drawn_before_fit(seed_of_run(os.environ))
         if sequence is not None:
-            self._resume(open_chosen_checkpoint(self._store, sequence, rank))
-        if isinstance(self._store, HostStore):
-            self._store.wait_until_all_have_read()
+            self._resume(open_chosen_checkpoint(store, sequence, rank), ", from memory" if in_memory else "")
+        self._tiers.wait_until_all_have_read(self._progress.step)
         self._learning_rates.mark_trained()
         self._first_sequence = self._next_sequence = 0 if sequence is None else sequence + 1
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
@@ -221,8 +224,11 @@ class FailureRecovery(LastCallback):
         self._is_terminated_by_nan = is_terminated_by_nan(self.model, self.others, logs)
         if self._is_terminated_by_nan or self.model.stop_training:  # training would resume from a checkpoint saved now
             return
+        is_due_in_memory = self._tiers.is_due(step)
         if is_due or is_preempted:
             self._save()
+        elif is_due_in_memory:
+            self._save(self._tiers.memory)
         if is_preempted:
             self._exit()
 
@@ -258,6 +264,7 @@ class FailureRecovery(LastCallback):
             self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
             self._save(must_succeed=True)
             self._writer.wait()
+            self._tiers.free_memory()
         if self._preemption is not None:
             self._preemption.close()
         if self._heartbeat is not None:
@@ -358,23 +365,14 @@ class FailureRecovery(LastCallback):
 
         self._iterator.on_fit_end(release)
 
-    def _meet(self, store: HostStore) -> None:
-        writer, end_meeting = self._writer, meet(store, self._coordination, self.model.distribute_strategy)
-
-        def end() -> None:
-            writer.drain()  # it sends files to the others, and takes theirs
-            end_meeting()
-
-        self._iterator.on_fit_end(end)
-
-    def _choose(self) -> tuple[int | None, str]:
-        """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
+    def _choose(self) -> tuple[int | None, str, bool]:
+        """Returns the checkpoint from which to resume, a unique name of this attempt, and whether it is in memory."""
         self._lock_store()
         self._state.check_workers_see(self._store)
-        checkpoint = choose_checkpoint(self._store)
-        return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
+        sequence, is_in_memory = self._tiers.choose()
+        return sequence, secrets.token_hex(8), is_in_memory
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
+    def _resume(self, checkpoint: Checkpoint, source: str = "") -> None:
         if (training := training_of(self.model)) is not None:
             training.abandon()
         rank, num_workers = self._coordination.rank, self._coordination.num_workers
@@ -393,7 +391,7 @@ class FailureRecovery(LastCallback):
             self._iterator.resume_at(Position.from_json(position), replay=self._replay_data, same_workers=same_workers)
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)
-            self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
+            self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}{source}")
         if any(isinstance(callback, GradientAccumulation) for callback in self.others):
             self._state.adopt_accumulation_steps(checkpoint)  # that callback does so only when the epoch begins
         self._state.restore(checkpoint, rank, num_workers, metrics=self._was_complete)
@@ -403,10 +401,11 @@ class FailureRecovery(LastCallback):
             warn_other_seed(checkpoint.metadata.get("drawn"), self._drawn)
         self._learning_rates.compare_with_restored(checkpoint.metadata.get("learning_rates"), self.others, warn=warns)
 
-    def _save(self, *, is_last: bool = False, must_succeed: bool = False) -> None:
+    def _save(self, memory: TrainingStore | None = None, *, is_last: bool = False, must_succeed: bool = False) -> None:
         """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this.
 
-        An object store that does not answer is an error if this save `must_succeed`, else a warning: the next may.
+        An object store that does not answer is an error if this save `must_succeed`, else a warning: the next may. So
+        is a failure to write to `memory`, if that is given.
         """
         for callback in self.others:
             if isinstance(callback, WeightComparison):
@@ -418,7 +417,12 @@ class FailureRecovery(LastCallback):
             return
         is_chief = saving.chief == rank
         # What is written must not change with `self`, which a later `fit` may use while an earlier one still writes.
-        store, attempt, on_written, committed = self._store, self._attempt, self._report_saved, self._committed
+        store, attempt, on_written, committed = (
+            memory or self._store,
+            self._attempt,
+            self._report_saved,
+            self._committed,
+        )
         sequence = self._coordination.sequence_of_save(self._first_sequence, self._next_sequence)
         metadata = {
             "progress": asdict(progress),
@@ -431,7 +435,7 @@ class FailureRecovery(LastCallback):
         started = time.perf_counter()
         position = self._iterator.position(progress.next_step, self._logs)
         self._writer.wait()  # the next snapshot overwrites what it writes
-        writes_shared = is_chief or (isinstance(store, HostStore) and store.writes_shared)
+        writes_shared = is_chief or (isinstance(store, HostStore) and store.leads)
         snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=writes_shared)
         self._next_sequence, self._saved_progress = sequence + 1, progress
         if is_chief and not self._is_locked:
@@ -452,8 +456,8 @@ class FailureRecovery(LastCallback):
                     worker_files=snapshot.worker_files,
                     saving=saving,
                 )
-            except RemoteStoreError as error:
-                if must_succeed:
+            except CheckpointError as error:
+                if must_succeed or not (memory or isinstance(error, RemoteStoreError)):
                     raise
                 warn_not_saved(progress.step, error)
                 return
@@ -467,7 +471,8 @@ class FailureRecovery(LastCallback):
         if not self._background:
             self._writer.wait()
         self.stall_seconds += time.perf_counter() - started
-        self._schedule.saved()
+        if memory is None:
+            self._schedule.saved()
         self.saves += 1
 
     def _exit(self) -> None:

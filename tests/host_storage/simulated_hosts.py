@@ -62,19 +62,26 @@ class Training:
     Args:
         directories: The directory of each worker's host.
         attempt: The name of the attempt.
+        make_store: Makes the store of a directory.
         **options: Of the stores.
     """
 
-    def __init__(self, directories: Sequence[Path], attempt: str = "a", **options: Any) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        attempt: str = "a",
+        make_store: Callable[..., HostStore] = HostStore,
+        **options: Any,
+    ) -> None:
         self.attempt, self.size = attempt, len(directories)
         options = {"peer_timeout_seconds": LIMIT_SECONDS, **options}
-        self.stores = [HostStore(directory, **options) for directory in directories]
+        self.stores = [make_store(directory, **options) for directory in directories]
         values: Values = {}
         changed = threading.Condition()
         self.messages = [Messages(rank, self.size, values, changed) for rank in range(self.size)]
 
         def meet(rank: int) -> Callable[[], None]:
-            return self.stores[rank].meet(self.messages[rank], Place(directories[rank].name, "127.0.0.1", 0))
+            return self.stores[rank].meet(self.messages[rank], Place(directories[rank].name, "127.0.0.1", 0), "")
 
         self._ends = in_threads(meet, range(self.size))
         self.skipped: list[str] = []
@@ -85,7 +92,7 @@ class Training:
         def run(rank: int) -> Any:
             store = self.stores[rank]
             shared = None
-            if store.writes_shared or rank == 0:
+            if store.leads or rank == 0:
                 shared = make_shard(sequence, None, self.attempt if rank not in differs else f"other {rank}")
             return store.save(
                 sequence,

@@ -11,6 +11,7 @@ from simulated_hosts import Messages, Training, assert_is
 from tfdist.checkpoint import CheckpointError, HostError, Shard
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.host_storage import host_save, peer_files
+from tfdist.host_storage import hosts as hosts_module
 from tfdist.host_storage.host_save import HostSave
 from tfdist.host_storage.host_store import HostStore
 from tfdist.host_storage.meeting import Place
@@ -47,7 +48,8 @@ def names_in(directory, sequence=1):
     return sorted(path.name for path in (directory / f"ckpt-{sequence:010d}").iterdir())
 
 
-def test_each_host_has_its_parts_and_those_of_the_host_before_it(hosts, train):
+def test_each_host_has_its_parts_and_those_of_the_host_before_it(hosts, train, monkeypatch):
+    monkeypatch.setattr(hosts_module, "_SMALL_BYTES", 100)  # otherwise all hosts have all parts
     a, b, c = hosts
     training = train([a, a, b, c])
     saved = training.save(1)
@@ -95,7 +97,15 @@ def test_a_host_that_does_not_come_back_is_replaced_by_copies(hosts, train):
         assert_is(train([hosts[host] for host in left], "b").restore()[0], 1, "a", 3)
 
 
-def test_what_copies_do_not_have_is_named_and_an_older_checkpoint_taken(hosts, train):
+def test_all_but_one_host_are_lost(hosts, train):
+    """Small parts are on all hosts."""
+    train(hosts).save(1)
+    for left in hosts:
+        assert_is(train([left], "b").restore()[0], 1, "a", 3)
+
+
+def test_what_copies_do_not_have_is_named_and_an_older_checkpoint_taken(hosts, train, monkeypatch):
+    monkeypatch.setattr(hosts_module, "_SMALL_BYTES", 100)
     train([hosts[0]] * 3).save(1)
     train(hosts, "b").save(2)
     training = train([hosts[0]], "c")  # without the part of rank 1
@@ -227,7 +237,7 @@ def test_a_failure_on_one_host_ends_the_save_on_all(hosts, train):
 def test_a_worker_that_does_not_answer_is_named(hosts):
     store = HostStore(hosts[0], peer_timeout_seconds=0.1)
     with pytest.raises(HostError, match="Worker 1 has not answered within 0.1 s.*same arguments on all workers"):
-        store.meet(Messages(0, 2, {}, threading.Condition()), Place("a", "127.0.0.1", 0))
+        store.meet(Messages(0, 2, {}, threading.Condition()), Place("a", "127.0.0.1", 0), "disk")
 
 
 class _LockedDirectory:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tfdist.checkpoint.checkpoint import Checkpoint, directory_name, unfinished_name
+from tfdist.checkpoint.direct_file import FileWriter, write_direct
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
@@ -102,8 +103,10 @@ class ShardedSave:
         rank: int,
         num_ranks: int,
         saving: SavingRanks | None = None,
+        write: FileWriter = write_direct,
     ) -> None:
-        """Describes the save; by default all ranks save, and rank 0 is the chief."""
+        """Describes the save; by default all ranks save, and rank 0 is the chief. `write` writes files of shards."""
+        self._write = write
         check_save(sequence, attempt, rank, num_ranks)
         self._directory = directory
         self._sequence = sequence
@@ -148,7 +151,7 @@ class ShardedSave:
             self._check_space(sum(part.size_bytes for part in parts.values()) + worker_bytes)
             atomic_files.make_directory(self._unfinished)
             records = {
-                name: FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
+                name: FileRecord(part.size_bytes, write_shard(self._unfinished / name, part, self._write))
                 for name, part in parts.items()
             }
             if worker_files is not None:

@@ -91,15 +91,13 @@ class HostSave:
         parts = encode_parts(self._rank, rank_shard, shared_shard)
         records = {name: self._written(name, part) for name, part in parts.items()}
         atomic_files.flush(self._unfinished)
-        own = rank_file(self._rank)
-        keeper = self._meeting.hosts.keeper_of(self._rank)
-        assert keeper is not None
-        address, saved = self._meeting.addresses[keeper], Saved(self._sequence, self._attempt)
-        try:
-            self._meeting.files.send(address, saved, own, parts[own], records[own])
-        except HostError as error:
-            host = self._meeting.hosts.describe(self._meeting.hosts.host_of(keeper))
-            raise HostError(f"A copy of {own} could not be sent to {host}. Received: {error}") from error
+        own, saved = rank_file(self._rank), Saved(self._sequence, self._attempt)
+        for keeper in self._meeting.hosts.keepers_of(self._rank, records[own].size_bytes):
+            try:
+                self._meeting.files.send(self._meeting.addresses[keeper], saved, own, parts[own], records[own])
+            except HostError as error:
+                host = self._meeting.hosts.describe(self._meeting.hosts.host_of(keeper))
+                raise HostError(f"A copy of {own} could not be sent to {host}. Received: {error}") from error
         return {name: asdict(record) for name, record in records.items()}
 
     def _written(self, name: str, part: EncodedShard) -> FileRecord:
@@ -120,15 +118,11 @@ class HostSave:
         records = {SHARED_FILE: self._common_record(shared)}
         for rank, files in sorted(reports.items()):
             records[rank_file(rank)] = FileRecord(**files[rank_file(rank)])
-        held = [
-            HostFiles(
-                name,
-                tuple(
-                    file for file in hosts.files_of(host) if file != SHARED_FILE or shared[host] == records[SHARED_FILE]
-                ),
-            )
-            for host, name in enumerate(hosts.names)
-        ]
+        part_bytes = [records[rank_file(rank)].size_bytes for rank in range(len(reports))]
+        held = []
+        for host, name in enumerate(hosts.names):
+            held_files = hosts.files_of(host, part_bytes)
+            held.append(HostFiles(name, held_files if shared[host] == records[SHARED_FILE] else held_files[1:]))
         num_ranks = self._meeting.messages.num_workers
         return Manifest(self._sequence, self._attempt, num_ranks, time.time(), records, metadata, hosts=tuple(held))
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from tfdist.checkpoint.checkpoint import Checkpoint, directory_name
 from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, HostError, explained
-from tfdist.checkpoint.manifest import MANIFEST_FILE, FileRecord
+from tfdist.checkpoint.manifest import MANIFEST_FILE, FileRecord, rank_file
 from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, WorkerFiles, check_save
 from tfdist.host_storage.host_checkpoint import HostCheckpoint, fetch
 from tfdist.host_storage.host_save import HostSave, commit
-from tfdist.host_storage.hosts import Messages, gather, heard
-from tfdist.host_storage.inventory import Found, inventory_of, newest_of
+from tfdist.host_storage.hosts import Messages, NamedMessages, gather, heard
+from tfdist.host_storage.inventory import Found, inventory_of, newest_of, numbers_in
 from tfdist.host_storage.meeting import Meeting, Place
 from tfdist.host_storage.peer_files import Saved, damaged_files
 from tfdist.utils import atomic_files
@@ -45,17 +45,23 @@ class HostStore(CheckpointStore):
             )
         super().__init__(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
         self._meeting: Meeting | None = None
+        self._is_first = True
         self._inventories: dict[int, Json] = {}
         self._chosen: Found | None = None
         self._is_completed = False  # whether this host has what it shall have of the chosen one
 
     @property
-    def writes_shared(self) -> bool:
-        """Whether this worker saves what all have in common, for its host."""
-        return self._meeting is not None and self._meeting.leads
+    def leads(self) -> bool:
+        """Whether this worker writes for all of its host, also what all workers have in common."""
+        return self._is_first if self._meeting is None else self._meeting.leads
 
-    def meet(self, messages: Messages, place: Place) -> Callable[[], None]:
+    def meet(self, messages: Messages, place: Place, purpose: str) -> Callable[[], None]:
         """Meets the other workers of a `fit`, all of which call this, and locks the directory on each host.
+
+        Args:
+            messages: By which they agree.
+            place: Where this worker is.
+            purpose: Distinguishes the messages from those for other stores.
 
         Returns:
             A function that ends the meeting: this worker answers no more.
@@ -63,7 +69,9 @@ class HostStore(CheckpointStore):
         Raises:
             CheckpointError: If a directory cannot be written or is locked, or a worker does not call this.
         """
-        meeting = self._meeting = Meeting.of(self.directory, messages, place, self.peer_timeout_seconds)
+        self._is_first, named = messages.rank == 0, NamedMessages(messages, purpose)
+        meeting = Meeting.of(self.directory, named, place, self.peer_timeout_seconds, self._write)
+        self._meeting = meeting
         self._chosen, self._is_completed, self._inventories = None, False, {}
         if meeting is None:
             return lambda: None
@@ -139,6 +147,12 @@ class HostStore(CheckpointStore):
                 f"{self._chosen.manifest.sequence}."
             )
         return self._opened(self._chosen)
+
+    def newest_number(self) -> int:
+        """Returns the largest number on any host, as the chief, without reading files; -1 if there is none."""
+        with explained("The checkpoints could not be read", self.directory):
+            inventories = [inventory_of(self.directory), *self._inventories.values()]
+        return max((number for one in inventories for number in numbers_in(one)), default=-1)
 
     def wait_until_all_have_read(self) -> None:
         """Waits until all workers have read what they restore: no host may end while another one needs its files.
@@ -246,7 +260,8 @@ class HostStore(CheckpointStore):
         saved, manifest = found.saved, found.manifest
         folder = saved.folder(self.directory)
         atomic_files.make_directory(folder)
-        wanted = [name for name in meeting.hosts.files_of(meeting.host) if name in manifest.files]
+        parts = [manifest.files[rank_file(rank)].size_bytes for rank in range(manifest.num_ranks)]
+        wanted = meeting.hosts.files_of(meeting.host, parts)
         here = {name for name, hosts in found.holders.items() if meeting.host in hosts}
         sources: dict[int, list[str]] = {}
         for name in wanted:

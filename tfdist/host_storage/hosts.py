@@ -13,6 +13,7 @@ from tfdist.checkpoint.manifest import SHARED_FILE, rank_file
 from tfdist.utils import atomic_files
 
 _PROBE_PREFIX = ".host-"
+_SMALL_BYTES, _MOST_COPIES = 2**20, 7
 
 
 class Messages(Protocol):
@@ -33,6 +34,20 @@ class Messages(Protocol):
     def hear(self, sender: int, name: str, timeout_seconds: float) -> Any:
         """Returns what a worker has sent under a name; None if it has sent nothing in time."""
         ...
+
+
+class NamedMessages:
+    """Messages that are not those of another purpose."""
+
+    def __init__(self, messages: Messages, purpose: str) -> None:
+        self.rank, self.num_workers = messages.rank, messages.num_workers
+        self._messages, self._purpose = messages, purpose
+
+    def tell(self, to: int, name: str, value: Any) -> None:
+        self._messages.tell(to, f"{self._purpose}/{name}", value)
+
+    def hear(self, sender: int, name: str, timeout_seconds: float) -> Any:
+        return self._messages.hear(sender, f"{self._purpose}/{name}", timeout_seconds)
 
 
 def heard(messages: Messages, sender: int, name: str, timeout_seconds: float) -> Any:
@@ -72,10 +87,10 @@ class Hosts:
     """The hosts of a training, in the order of their lowest ranks. Workers are of one host if they share its disk.
 
     >>> hosts = Hosts(("a", "b"), ((0, 2), (1, 3)))
-    >>> hosts.host_of(3), hosts.leader_of(3), [hosts.keeper_of(rank) for rank in range(4)]
-    (1, 1, [1, 0, 3, 2])
-    >>> hosts.files_of(1)
-    ('shared.safetensors', 'rank-1.safetensors', 'rank-3.safetensors', 'rank-0.safetensors', 'rank-2.safetensors')
+    >>> hosts.host_of(3), hosts.leader_of(3), [hosts.keepers_of(rank, size_bytes=100) for rank in range(4)]
+    (1, 1, [(1,), (0,), (3,), (2,)])
+    >>> len(hosts.files_of(1, [100] * 4))
+    5
     """
 
     names: tuple[str, ...]
@@ -83,7 +98,7 @@ class Hosts:
 
     @cached_property
     def _hosts(self) -> dict[int, int]:
-        return {rank: host for host, ranks in enumerate(self.members) for rank in ranks}
+        return dict(sorted((rank, host) for host, ranks in enumerate(self.members) for rank in ranks))
 
     def host_of(self, rank: int) -> int:
         """Returns the number of the host of a worker."""
@@ -98,18 +113,22 @@ class Hosts:
         """The leaders of all hosts. The first of them is the chief."""
         return tuple(ranks[0] for ranks in self.members)
 
-    def keeper_of(self, rank: int) -> int | None:
-        """Returns the worker of the next host that keeps a copy of a worker's part; None on a single host."""
-        if len(self.members) == 1:
-            return None
-        host = self.host_of(rank)
-        following = self.members[(host + 1) % len(self.members)]
-        return following[self.members[host].index(rank) % len(following)]
+    def keepers_of(self, rank: int, size_bytes: int) -> tuple[int, ...]:
+        """Returns the workers of other hosts that keep copies of a worker's part: several if it is small."""
+        host, count = self.host_of(rank), len(self.members)
+        copies = min(count - 1, _MOST_COPIES if size_bytes <= _SMALL_BYTES else 1)
+        place = self.members[host].index(rank)
+        following = [self.members[(host + step) % count] for step in range(1, copies + 1)]
+        return tuple(members[place % len(members)] for members in following)
 
-    def files_of(self, host: int) -> tuple[str, ...]:
-        """Returns the files of a checkpoint that a host has."""
-        copied = self.members[host - 1] if len(self.members) > 1 else ()
-        return (SHARED_FILE, *map(rank_file, self.members[host]), *map(rank_file, copied))
+    def files_of(self, host: int, part_bytes: Sequence[int]) -> tuple[str, ...]:
+        """Returns the files of a checkpoint that a host has; `part_bytes` are the sizes of the parts, by rank."""
+        ranks = [
+            rank
+            for rank, size in zip(self._hosts, part_bytes, strict=False)
+            if host in map(self.host_of, (rank, *self.keepers_of(rank, size)))
+        ]
+        return (SHARED_FILE, *map(rank_file, ranks))
 
     def describe(self, host: int) -> str:
         """Returns a host's name and its workers, for messages."""

@@ -37,6 +37,11 @@ def inventory_of(directory: Path) -> Json:
     return {"manifests": manifests, "damaged": damaged, "files": files}
 
 
+def numbers_in(inventory: Json) -> list[int]:
+    """Returns the numbers of the checkpoints of a host."""
+    return [Manifest.from_bytes(text.encode()).sequence for text in inventory["manifests"]]
+
+
 @dataclass(frozen=True)
 class Found:
     """A committed checkpoint.

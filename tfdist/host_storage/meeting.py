@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.checkpoint.direct_file import FileWriter, write_direct
+from tfdist.checkpoint.direct_file import FileWriter
 from tfdist.host_storage.hosts import Hosts, Messages, find_hosts, gather, heard
 from tfdist.host_storage.peer_files import PeerFiles
 
@@ -66,8 +66,8 @@ class Meeting:
         messages: Messages,
         place: Place,
         timeout_seconds: float,
+        write: FileWriter,
         environ: Mapping[str, str] = os.environ,
-        write: FileWriter = write_direct,
     ) -> "Meeting | None":
         """Meets the other workers, all of which call this; returns None if all share one disk.
 
@@ -87,7 +87,7 @@ class Meeting:
                 messages.tell(rank, "meeting", cluster)
         else:
             cluster = heard(messages, 0, "meeting", timeout_seconds)
-        files = PeerFiles(directory, place.address, place.port, cluster, environ, write)
+        files = PeerFiles(directory, place.address, place.port, cluster, write, environ)
         try:
             addresses = gather(messages, "addresses", files.address, timeout_seconds)
         except BaseException:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tfdist.checkpoint.checkpoint import directory_name, read_manifest, unfinished_name
-from tfdist.checkpoint.direct_file import FileWriter, write_direct
+from tfdist.checkpoint.direct_file import FileWriter
 from tfdist.checkpoint.errors import CheckpointError, HostError
 from tfdist.checkpoint.manifest import FileRecord
 from tfdist.checkpoint.shard import EncodedShard
@@ -61,8 +61,8 @@ class PeerFiles:
         port: The port to listen on, unless it is 0, or in use.
         cluster: What the workers of one meeting have in common, and nobody else: files of an earlier attempt's
             workers are refused.
-        environ: Says the token and the certificates, if there are some.
         write: Writes a new file and returns its checksum, as `write_direct`.
+        environ: Says the token and the certificates, if there are some.
 
     Attributes:
         address: Where this worker answers.
@@ -78,8 +78,8 @@ class PeerFiles:
         host: str,
         port: int,
         cluster: str,
+        write: FileWriter,
         environ: Mapping[str, str],
-        write: FileWriter = write_direct,
     ) -> None:
         self._directory, self.write = directory, write
         token = environ.get(TOKEN_VARIABLE, "").strip()

@@ -12,26 +12,30 @@ from tfdist.tensorflow_internals.placed_strategy import placed_devices
 from tfdist.utils.cores_and_ports import host_and_port
 
 
-def meet(store: HostStore, coordination: Coordination, strategy: Any) -> Callable[[], None]:
-    """Meets the other workers, all of which call this when a `fit` begins. Returns a function that ends the meeting.
-
-    Raises:
-        ValueError: If the strategy needs a directory that all processes share.
-        CheckpointError: See `HostStore.meet`.
-    """
+def check_strategy(argument: str, coordination: Coordination, strategy: Any) -> None:
+    """Raises a ValueError for trainings whose checkpoints cannot be on several hosts, as an argument asks."""
     reason = ""
     if not isinstance(coordination, WorkerCoordination):
-        reason = "elastic training, in which the workers that are left complete the checkpoint of a lost one"
+        reason = "elastic training, whose workers complete the checkpoint of a lost one, and restore from each other"
     elif any(task_of(device) != own_task() for device in placed_devices(strategy)):
         reason = "a model on the devices of several workers, each of which writes files of TensorFlow"
     if reason:
         raise ValueError(
-            f"These checkpoints need a disk that all workers share. Received: shared=False, and {reason}. Expected: "
+            f"These checkpoints need a place that all workers share. Received: {argument}, and {reason}. Expected: "
             "a directory on a file system that all workers share, or the address of an object store (not for models on "
-            "the devices of several workers). Leave shared=False out."
+            f"the devices of several workers). Leave {argument.partition('=')[0]} out."
         )
+
+
+def meet(store: HostStore, purpose: str, coordination: Coordination, strategy: Any) -> Callable[[], None]:
+    """Meets the other workers, all of which call this when a `fit` begins. Returns a function that ends the meeting.
+
+    Raises:
+        CheckpointError: See `HostStore.meet`.
+    """
     assert isinstance(coordination, WorkerCoordination)
-    return store.meet(coordination, _place_of(strategy) if coordination.num_workers > 1 else Place("", "", 0))
+    place = _place_of(strategy) if coordination.num_workers > 1 else Place("", "", 0)
+    return store.meet(coordination, place, purpose)
 
 
 def _place_of(strategy: Any) -> Place:
