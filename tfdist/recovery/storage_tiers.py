@@ -153,8 +153,12 @@ class StorageTiers:
                     without,
                 )
             return None
-        name = hashlib.sha256(os.path.abspath(self.disk.location).encode()).hexdigest()[:16]
-        return MemoryStore(Path(folder, name), peer_timeout_seconds=timeout)
+        return MemoryStore(memory_of(folder, self.disk.location), peer_timeout_seconds=timeout)
+
+
+def memory_of(folder: str, location: str) -> Path:
+    """Returns the directory, in that of the run, for the training that is saved to a location."""
+    return Path(folder, hashlib.sha256(os.path.abspath(location).encode()).hexdigest()[:16])
 
 
 def _newest_number(store: TrainingStore) -> int:
