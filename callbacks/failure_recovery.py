@@ -119,7 +119,7 @@ class FailureRecovery(LastCallback):
             directory: A directory for this training only. It is created if missing. Or an address on an object store
                 (`s3://bucket/run`, `gs://bucket/run`, `az://container/run`), with the extra `tfdist[remote]`.
             shared: Whether all workers share the disk of `directory`. If False, it is on a disk of each host: a host
-                has the parts of its own workers and copies of those of another one.
+                has the parts of its workers and copies of those of another one.
             memory_every_steps: Save to the memory of the hosts after this number of steps, beside the saves to
                 `directory`. It outlives workers, not `tfdist run`, which it needs; hosts have copies of each other's.
             every_steps: Save after this number of training steps; with gradient accumulation, of micro-steps.

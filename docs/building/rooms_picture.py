@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "local_updates": (731, 225, "LocalSGD, DiLoCo", "core"),
     "parameter_server": (917, 225, "chief, workers, servers", "core"),
     "pipeline": (1103, 225, "stages on several devices", "core"),
+    "host_storage": (270, 310, "disks, memory of hosts", "core"),
     "sharded_state": (465, 310, "split optimizer state", "core"),
     "updates": (650, 310, "the order of an update", "core"),
     "load_balancing": (835, 310, "rows by measured speed", "core"),

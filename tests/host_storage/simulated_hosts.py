@@ -9,7 +9,7 @@ import numpy as np
 
 from tfdist.checkpoint import Checkpoint, Shard
 from tfdist.host_storage.host_store import HostStore
-from tfdist.host_storage.meeting import Place
+from tfdist.host_storage.meeting_of_hosts import Place
 
 LIMIT_SECONDS = 60.0
 Values = dict[tuple[int, int, str], Any]
@@ -21,13 +21,13 @@ class Messages:
     def __init__(self, rank: int, num_workers: int, values: Values, changed: threading.Condition) -> None:
         self.rank, self.num_workers, self._values, self._changed = rank, num_workers, values, changed
 
-    def tell(self, to: int, name: str, value: Any) -> None:
+    def send(self, to: int, name: str, value: Any) -> None:
         with self._changed:
             assert (self.rank, to, name) not in self._values, f"{name} was told twice"
             self._values[self.rank, to, name] = value
             self._changed.notify_all()
 
-    def hear(self, sender: int, name: str, timeout_seconds: float) -> Any:
+    def receive(self, sender: int, name: str, timeout_seconds: float) -> Any:
         key = (sender, self.rank, name)
         with self._changed:
             self._changed.wait_for(lambda: key in self._values, timeout_seconds)

@@ -14,7 +14,7 @@ from tfdist.host_storage import host_save, peer_files
 from tfdist.host_storage import hosts as hosts_module
 from tfdist.host_storage.host_save import HostSave
 from tfdist.host_storage.host_store import HostStore
-from tfdist.host_storage.meeting import Place
+from tfdist.host_storage.meeting_of_hosts import Place
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def test_a_writer_that_is_killed_loses_nothing(hosts, train, dies, monkeypatch):
         monkeypatch.setattr(host_save.HostSave, "_collect", die)
     # A killed process cleans up nothing, and tells nobody.
     monkeypatch.setattr(host_save.shutil, "rmtree", lambda *_, **__: None)
-    tell_all = host_save.HostSave._tell_all
+    tell_all = host_save.HostSave._send_to_all
     monkeypatch.setattr(
-        host_save.HostSave, "_tell_all", lambda save, decision: None if killed.is_set() else tell_all(save, decision)
+        host_save.HostSave, "_send_to_all", lambda save, decision: None if killed.is_set() else tell_all(save, decision)
     )
     with pytest.raises((_Killed, CheckpointError)):
         training.save(2)

@@ -103,7 +103,7 @@ class Manifest:
     files: Mapping[str, FileRecord]  # `shared.safetensors`, each rank's file, and the files of workers
     metadata: Json  # of the writer, readable without reading tensors
     missing_ranks: tuple[int, ...] = ()  # which an elastic training had lost
-    # Where each host has a disk of its own: who had which files when they were saved, and those in this directory.
+    # Where each host has its own disk: who had which files when they were saved, and those in this directory.
     hosts: tuple[HostFiles, ...] = ()
     here: tuple[str, ...] = ()
 

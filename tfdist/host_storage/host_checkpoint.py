@@ -6,7 +6,7 @@ from pathlib import Path
 from tfdist.checkpoint.checkpoint import Checkpoint
 from tfdist.checkpoint.errors import HostError
 from tfdist.host_storage.inventory import Found
-from tfdist.host_storage.meeting import Meeting
+from tfdist.host_storage.meeting_of_hosts import Meeting
 
 _log = logging.getLogger("tfdist")
 

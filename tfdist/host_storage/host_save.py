@@ -16,8 +16,8 @@ from tfdist.checkpoint.errors import CheckpointError, HostError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, HostFiles, Manifest, rank_file
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, write_shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, encode_parts, number_exists, second_save
-from tfdist.host_storage.hosts import heard
-from tfdist.host_storage.meeting import Meeting
+from tfdist.host_storage.hosts import received
+from tfdist.host_storage.meeting_of_hosts import Meeting
 from tfdist.host_storage.peer_files import Saved
 from tfdist.utils import atomic_files
 
@@ -58,24 +58,24 @@ class HostSave:
                 metadata = json.loads(dump_metadata(metadata))  # as it will be read
             except BaseException as error:
                 if self._rank:  # the chief tells all below
-                    self._tell_chief("part", {"failed": f"{type(error).__name__}: {error}"})
+                    self._send_to_chief("part", {"failed": f"{type(error).__name__}: {error}"})
                 raise
             if self._rank == 0:
                 manifest = self._collect(report, metadata)
                 decision = {"manifest": manifest.to_bytes().decode()}
-                self._tell_all(decision)
+                self._send_to_all(decision)
             else:
-                self._tell_chief("part", report)
+                self._send_to_chief("part", report)
                 is_in_doubt = True  # the chief may decide that this is a checkpoint, so the files stay
                 # It waits for all parts first.
-                decision = self._heard(0, "decision", 2 * self._meeting.timeout_seconds)
+                decision = self._receive(0, "decision", 2 * self._meeting.timeout_seconds)
                 is_in_doubt = False
                 if "failed" in decision:
                     raise CheckpointError(decision["failed"])
                 manifest = Manifest.from_bytes(decision["manifest"].encode())
         except BaseException as error:
             if self._rank == 0 and decision is None:
-                self._tell_all({"failed": str(error)})
+                self._send_to_all({"failed": str(error)})
             if self._meeting.leads and not is_in_doubt:
                 shutil.rmtree(self._unfinished, ignore_errors=True)
             raise
@@ -108,7 +108,7 @@ class HostSave:
         reports = {0: report}
         end = time.monotonic() + self._meeting.timeout_seconds
         for rank in range(1, self._meeting.messages.num_workers):
-            reports[rank] = self._heard(rank, "part", max(end - time.monotonic(), 0.0))
+            reports[rank] = self._receive(rank, "part", max(end - time.monotonic(), 0.0))
             if "failed" in reports[rank]:
                 raise CheckpointError(
                     f"Rank {rank} could not write its part of the checkpoint. Received: {reports[rank]['failed']}"
@@ -148,13 +148,13 @@ class HostSave:
                 commit(self._directory, self._unfinished, manifest, manifest.hosts[meeting.host].files)
             except OSError as error:
                 if self._rank:
-                    self._tell_chief("committed", {"failed": str(error)})
+                    self._send_to_chief("committed", {"failed": str(error)})
                 raise
             if self._rank:
-                self._tell_chief("committed", {"committed": True})
+                self._send_to_chief("committed", {"committed": True})
         if self._rank == 0:
             for rank in meeting.hosts.leaders[1:]:
-                answer = self._heard(rank, "committed", meeting.timeout_seconds)
+                answer = self._receive(rank, "committed", meeting.timeout_seconds)
                 if "failed" in answer:
                     host = meeting.hosts.describe(meeting.hosts.host_of(rank))
                     raise HostError(
@@ -162,23 +162,23 @@ class HostSave:
                         f"{answer['failed']}. Expected: a disk on which all hosts may write."
                     )
 
-    def _heard(self, sender: int, what: str, timeout_seconds: float) -> Any:
+    def _receive(self, sender: int, what: str, timeout_seconds: float) -> Any:
         try:
-            return heard(self._meeting.messages, sender, self._name(what), timeout_seconds)
+            return received(self._meeting.messages, sender, self._name(what), timeout_seconds)
         except HostError as error:
             host = self._meeting.hosts.describe(self._meeting.hosts.host_of(sender))
             raise HostError(
-                f"{host[0].upper()}{host[1:]} did not answer. Received: nothing from worker {sender} within "
-                f"{timeout_seconds:g} s, of a save of checkpoint {self._sequence}. Expected: a part of every worker. "
-                f"If they are slow, raise peer_timeout_seconds of FailureRecovery. {EARLIER_INTACT}"
+                f"A host did not answer. Received: nothing from worker {sender} of {host} within {timeout_seconds:g} "
+                f"s, of a save of checkpoint {self._sequence}. Expected: a part of every worker. If they are slow, "
+                f"raise peer_timeout_seconds of FailureRecovery. {EARLIER_INTACT}"
             ) from error
 
-    def _tell_chief(self, what: str, value: Json) -> None:
-        self._meeting.messages.tell(0, self._name(what), value)
+    def _send_to_chief(self, what: str, value: Json) -> None:
+        self._meeting.messages.send(0, self._name(what), value)
 
-    def _tell_all(self, decision: Json) -> None:
+    def _send_to_all(self, decision: Json) -> None:
         for rank in range(1, self._meeting.messages.num_workers):
-            self._meeting.messages.tell(rank, self._name("decision"), decision)
+            self._meeting.messages.send(rank, self._name("decision"), decision)
 
     def _name(self, what: str) -> str:
         return f"save {self._sequence} {self._attempt} {what}"

@@ -13,9 +13,9 @@ from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, WorkerFiles, check_save
 from tfdist.host_storage.host_checkpoint import HostCheckpoint, fetch
 from tfdist.host_storage.host_save import HostSave, commit
-from tfdist.host_storage.hosts import Messages, NamedMessages, gather, heard
+from tfdist.host_storage.hosts import Messages, NamedMessages, gather, received
 from tfdist.host_storage.inventory import Found, inventory_of, newest_of, numbers_in
-from tfdist.host_storage.meeting import Meeting, Place
+from tfdist.host_storage.meeting_of_hosts import Meeting, Place
 from tfdist.host_storage.peer_files import Saved, damaged_files
 from tfdist.utils import atomic_files
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("tfdist")
 
 
 class HostStore(CheckpointStore):
-    """A directory of the same path on each host, each on a disk of its own: `CheckpointStore` without a shared disk.
+    """A directory of the same path on each host, each on its own disk: `CheckpointStore` without a shared disk.
 
     The workers `meet` before they restore and save. Until then, and where all share one disk, this is a
     `CheckpointStore`.
@@ -70,7 +70,7 @@ class HostStore(CheckpointStore):
             CheckpointError: If a directory cannot be written or is locked, or a worker does not call this.
         """
         self._is_first, named = messages.rank == 0, NamedMessages(messages, purpose)
-        meeting = Meeting.of(self.directory, named, place, self.peer_timeout_seconds, self._write)
+        meeting = Meeting.of(self.directory, named, place, self.peer_timeout_seconds, self._write, os.environ)
         self._meeting = meeting
         self._chosen, self._is_completed, self._inventories = None, False, {}
         if meeting is None:
@@ -127,7 +127,7 @@ class HostStore(CheckpointStore):
             return self._opened(found), skipped
         self._chosen = found
         for rank in range(1, meeting.messages.num_workers):
-            meeting.messages.tell(rank, "chosen", found.to_json())
+            meeting.messages.send(rank, "chosen", found.to_json())
         return self._opened(found), skipped
 
     def open(self, sequence: int) -> Checkpoint:
@@ -140,7 +140,7 @@ class HostStore(CheckpointStore):
         if meeting is None:
             return super().open(sequence)
         if self._chosen is None:
-            self._chosen = Found.from_json(heard(meeting.messages, 0, "chosen", meeting.timeout_seconds))
+            self._chosen = Found.from_json(received(meeting.messages, 0, "chosen", meeting.timeout_seconds))
         if self._chosen.manifest.sequence != sequence:
             raise CorruptCheckpointError(
                 f"Checkpoint {sequence} is not the one that was chosen. Received: sequence={sequence}. Expected: "
@@ -248,8 +248,8 @@ class HostStore(CheckpointStore):
                     raise
                 finally:
                     for rank in members[1:]:
-                        meeting.messages.tell(rank, "completed", problem or "yes")
-            elif (answer := heard(meeting.messages, members[0], "completed", meeting.timeout_seconds)) != "yes":
+                        meeting.messages.send(rank, "completed", problem or "yes")
+            elif (answer := received(meeting.messages, members[0], "completed", meeting.timeout_seconds)) != "yes":
                 raise HostError(answer)
         self._is_completed = True
         self._known_complete.add(sequence)

@@ -17,7 +17,7 @@ _SMALL_BYTES, _MOST_COPIES = 2**20, 7
 
 
 class Messages(Protocol):
-    """Messages between the workers of a training, each under a name of its own.
+    """Messages between the workers of a training, each under another name.
 
     Attributes:
         rank: The rank of this worker.
@@ -27,11 +27,11 @@ class Messages(Protocol):
     rank: int
     num_workers: int
 
-    def tell(self, to: int, name: str, value: Any) -> None:
+    def send(self, to: int, name: str, value: Any) -> None:
         """Sends any JSON but null to the worker of a rank."""
         ...
 
-    def hear(self, sender: int, name: str, timeout_seconds: float) -> Any:
+    def receive(self, sender: int, name: str, timeout_seconds: float) -> Any:
         """Returns what a worker has sent under a name; None if it has sent nothing in time."""
         ...
 
@@ -43,20 +43,20 @@ class NamedMessages:
         self.rank, self.num_workers = messages.rank, messages.num_workers
         self._messages, self._purpose = messages, purpose
 
-    def tell(self, to: int, name: str, value: Any) -> None:
-        self._messages.tell(to, f"{self._purpose}/{name}", value)
+    def send(self, to: int, name: str, value: Any) -> None:
+        self._messages.send(to, f"{self._purpose}/{name}", value)
 
-    def hear(self, sender: int, name: str, timeout_seconds: float) -> Any:
-        return self._messages.hear(sender, f"{self._purpose}/{name}", timeout_seconds)
+    def receive(self, sender: int, name: str, timeout_seconds: float) -> Any:
+        return self._messages.receive(sender, f"{self._purpose}/{name}", timeout_seconds)
 
 
-def heard(messages: Messages, sender: int, name: str, timeout_seconds: float) -> Any:
+def received(messages: Messages, sender: int, name: str, timeout_seconds: float) -> Any:
     """Returns what a worker has sent.
 
     Raises:
         HostError: If it has sent nothing in time.
     """
-    value = messages.hear(sender, name, timeout_seconds)
+    value = messages.receive(sender, name, timeout_seconds)
     if value is None:
         raise HostError(
             f"Worker {sender} has not answered within {timeout_seconds:g} s. Received: no {name!r} from it. Expected: "
@@ -73,12 +73,12 @@ def gather(messages: Messages, name: str, value: Any, timeout_seconds: float) ->
         HostError: If a worker has not called this in time.
     """
     if messages.rank:
-        messages.tell(0, name, value)
-        return list(heard(messages, 0, f"{name}, of all", 2 * timeout_seconds))
+        messages.send(0, name, value)
+        return list(received(messages, 0, f"{name}, of all", 2 * timeout_seconds))
     others = range(1, messages.num_workers)
-    values = [value, *(heard(messages, rank, name, timeout_seconds) for rank in others)]
+    values = [value, *(received(messages, rank, name, timeout_seconds) for rank in others)]
     for rank in others:
-        messages.tell(rank, f"{name}, of all", values)
+        messages.send(rank, f"{name}, of all", values)
     return values
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.host_storage.host_store import HostStore
-from tfdist.host_storage.meeting import Place
+from tfdist.host_storage.meeting_of_hosts import Place
 from tfdist.recovery.worker_calls import own_task, task_of
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 from tfdist.tensorflow_internals.placed_strategy import placed_devices

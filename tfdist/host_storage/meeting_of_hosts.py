@@ -1,13 +1,12 @@
 """The hosts of one `fit`, once they have met: who they are, and how to reach them."""
 
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.checkpoint.direct_file import FileWriter
-from tfdist.host_storage.hosts import Hosts, Messages, find_hosts, gather, heard
+from tfdist.host_storage.hosts import Hosts, Messages, find_hosts, gather, received
 from tfdist.host_storage.peer_files import PeerFiles
 
 
@@ -67,7 +66,7 @@ class Meeting:
         place: Place,
         timeout_seconds: float,
         write: FileWriter,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str],
     ) -> "Meeting | None":
         """Meets the other workers, all of which call this; returns None if all share one disk.
 
@@ -84,9 +83,9 @@ class Meeting:
         if messages.rank == 0:
             cluster = secrets.token_hex(16)
             for rank in others:
-                messages.tell(rank, "meeting", cluster)
+                messages.send(rank, "meeting", cluster)
         else:
-            cluster = heard(messages, 0, "meeting", timeout_seconds)
+            cluster = received(messages, 0, "meeting", timeout_seconds)
         files = PeerFiles(directory, place.address, place.port, cluster, write, environ)
         try:
             addresses = gather(messages, "addresses", files.address, timeout_seconds)
