@@ -122,7 +122,8 @@ def rooms() -> Picture:
         "utils, versions and private_symbols.",
         "small",
     )
-    without = "launch, doctor, planning, membership, exchange, transport, host_storage, checkpoint and cluster do not import TensorFlow."
+    names = "launch, doctor, planning, membership, exchange, transport, host_storage, checkpoint and cluster"
+    without = f"{names} do not import TensorFlow."
     picture.text(20, 652, without, "small")
     return picture
 

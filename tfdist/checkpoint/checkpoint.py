@@ -105,13 +105,13 @@ class Checkpoint:
         return self._read(rank_file(rank))
 
     def _read(self, name: str) -> Shard:
-        fingerprint = _fingerprint(self.path / name)
+        fingerprint = fingerprint_of(self.path / name)
         if not fingerprint or self._verified.get(name) != fingerprint:
             self._check(name, verify_checksums=True)
         return read_shard(self.path / name)
 
     def _check(self, name: str, *, verify_checksums: bool) -> None:
-        fingerprint = _fingerprint(self.path / name)
+        fingerprint = fingerprint_of(self.path / name)
         self._manifest.files[name].check(self.path / name, verify_checksum=verify_checksums)
         if verify_checksums:
             self._verified[name] = fingerprint
@@ -195,7 +195,7 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.from_bytes(content)
 
 
-def _fingerprint(path: Path) -> tuple[int, ...]:
+def fingerprint_of(path: Path) -> tuple[int, ...]:
     """Returns what changes when a file is written to; empty if the file cannot be looked at."""
     try:
         status = os.stat(path)

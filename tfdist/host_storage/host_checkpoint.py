@@ -1,6 +1,6 @@
 """A checkpoint of which this host has files, and fetches others from the hosts that have them when they are read."""
 
-import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.checkpoint.checkpoint import Checkpoint
@@ -8,22 +8,24 @@ from tfdist.checkpoint.errors import HostError
 from tfdist.host_storage.inventory import Found
 from tfdist.host_storage.meeting_of_hosts import Meeting
 
-_log = logging.getLogger("tfdist")
-
 
 class HostCheckpoint(Checkpoint):
     """A committed checkpoint; what is read is kept in the directory of this host."""
 
-    def __init__(self, path: Path, found: Found, meeting: Meeting | None) -> None:
+    def __init__(
+        self, path: Path, found: Found, meeting: Meeting | None, verified: Mapping[str, tuple[int, ...]]
+    ) -> None:
         """Describes a checkpoint. Files are verified when they are read.
 
         Args:
             path: Its directory on this host.
             found: What it has, and who has it.
             meeting: The other hosts, if there are any.
+            verified: The fingerprints of files that this process has verified before.
         """
         super().__init__(path, written=found.manifest)
         self._found, self._meeting = found, meeting
+        self._verified |= verified
 
     def _check(self, name: str, *, verify_checksums: bool) -> None:
         if self._meeting is not None and not (self.path / name).exists():

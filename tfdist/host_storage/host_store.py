@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tfdist.checkpoint.checkpoint import Checkpoint, directory_name
+from tfdist.checkpoint.checkpoint import Checkpoint, directory_name, fingerprint_of
 from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, HostError, explained
 from tfdist.checkpoint.manifest import MANIFEST_FILE, FileRecord, rank_file
@@ -47,6 +47,7 @@ class HostStore(CheckpointStore):
         self._meeting: Meeting | None = None
         self._is_first = True
         self._inventories: dict[int, Json] = {}
+        self._verified: dict[str, tuple[int, ...]] = {}  # of the files on this host that `newest` has verified
         self._chosen: Found | None = None
         self._is_completed = False  # whether this host has what it shall have of the chosen one
 
@@ -117,17 +118,15 @@ class HostStore(CheckpointStore):
         """
         meeting = self._meeting
         with explained("The checkpoints could not be read", self.directory):
-            inventories = {**self._inventories, 0: inventory_of(self.directory)} if meeting else {}
-            inventories = inventories or {0: inventory_of(self.directory)}
+            inventories = {0: inventory_of(self.directory), **self._inventories}
             describe = meeting.hosts.describe if meeting else lambda _: "this host"
             found, skipped = newest_of(inventories, describe, self._damaged)
         if found is None:
             return None, skipped
-        if meeting is None:
-            return self._opened(found), skipped
         self._chosen = found
-        for rank in range(1, meeting.messages.num_workers):
-            meeting.messages.send(rank, "chosen", found.to_json())
+        if meeting is not None:
+            for rank in range(1, meeting.messages.num_workers):
+                meeting.messages.send(rank, "chosen", found.to_json())
         return self._opened(found), skipped
 
     def open(self, sequence: int) -> Checkpoint:
@@ -136,17 +135,19 @@ class HostStore(CheckpointStore):
         Raises:
             CheckpointError: If it cannot be had.
         """
-        meeting = self._meeting
+        meeting, chosen = self._meeting, self._chosen
         if meeting is None:
-            return super().open(sequence)
-        if self._chosen is None:
-            self._chosen = Found.from_json(received(meeting.messages, 0, "chosen", meeting.timeout_seconds))
-        if self._chosen.manifest.sequence != sequence:
+            if chosen is None or chosen.manifest.sequence != sequence:
+                return super().open(sequence)
+            return self._opened(chosen)
+        if chosen is None:
+            chosen = self._chosen = Found.from_json(received(meeting.messages, 0, "chosen", meeting.timeout_seconds))
+        if chosen.manifest.sequence != sequence:
             raise CorruptCheckpointError(
                 f"Checkpoint {sequence} is not the one that was chosen. Received: sequence={sequence}. Expected: "
-                f"{self._chosen.manifest.sequence}."
+                f"{chosen.manifest.sequence}."
             )
-        return self._opened(self._chosen)
+        return self._opened(chosen)
 
     def newest_number(self) -> int:
         """Returns the largest number on any host, as the chief, without reading files; -1 if there is none."""
@@ -212,7 +213,7 @@ class HostStore(CheckpointStore):
         holders = {
             name: [host for host, entry in enumerate(manifest.hosts) if name in entry.files] for name in manifest.files
         }
-        return HostCheckpoint(self.directory / directory_name(sequence), Found(manifest, holders), meeting)
+        return HostCheckpoint(self.directory / directory_name(sequence), Found(manifest, holders), meeting, {})
 
     def remove_unfinished(self, current_attempt: str | None = None) -> None:
         """Removes unfinished saves, but not the files of the checkpoint that was chosen, see `CheckpointStore`."""
@@ -222,7 +223,11 @@ class HostStore(CheckpointStore):
     def _damaged(self, host: int, saved: Saved, records: Mapping[str, FileRecord]) -> Mapping[str, str]:
         meeting = self._meeting
         if meeting is None or host == meeting.host:
-            return damaged_files(saved.folder(self.directory), records)
+            folder = saved.folder(self.directory)
+            fingerprints = {name: fingerprint_of(folder / name) for name in records}
+            damaged = damaged_files(folder, records)
+            self._verified = {name: found for name, found in fingerprints.items() if name not in damaged}
+            return damaged
         address = meeting.addresses[meeting.hosts.leaders[host]]
         try:
             return meeting.files.damaged(address, saved, records, meeting.timeout_seconds)
@@ -253,7 +258,7 @@ class HostStore(CheckpointStore):
                 raise HostError(answer)
         self._is_completed = True
         self._known_complete.add(sequence)
-        return HostCheckpoint(path, found, meeting)
+        return HostCheckpoint(path, found, meeting, self._verified)
 
     def _complete(self, found: Found, meeting: Meeting) -> None:
         """Fetches what this host shall have, and gives what it has the name and the manifest of the checkpoint."""
