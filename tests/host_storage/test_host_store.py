@@ -8,7 +8,7 @@ import threading
 import pytest
 from simulated_hosts import Messages, Training, assert_is
 
-from tfdist.checkpoint import CheckpointError, HostError, Shard
+from tfdist.checkpoint import CheckpointError, HostError, OtherFormatError, Shard, manifest
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.host_storage import host_save, peer_files
 from tfdist.host_storage import hosts as hosts_module
@@ -188,6 +188,39 @@ def test_of_two_attempts_that_saved_one_number_the_later_one_counts(hosts, train
     for checkpoint in training.restore():
         assert_is(checkpoint, 1, "b", 2)
     assert Manifest.from_bytes((c / "ckpt-0000000001" / "manifest.json").read_bytes()).attempt == "b"
+
+
+def test_what_a_disk_that_all_shared_had_is_on_own_disks(hosts, train):
+    train([hosts[0]] * 2).save(1)
+    for checkpoint in train(hosts[:2], "b").restore():
+        assert_is(checkpoint, 1, "a", 2)
+    for directory in hosts[:2]:
+        assert HostStore(directory).list_checkpoints(verify_checksums=True)[0].status == "complete"
+    assert_is(train([hosts[1]], "c").restore()[0], 1, "a", 2)
+
+
+def test_another_format_is_an_error_only_if_it_is_newer(hosts, train, monkeypatch):
+    training = train(hosts[:2])
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "FORMAT_ON_HOSTS", 7)
+        training.save(1)
+    with pytest.raises(OtherFormatError, match="Received: format 7"):
+        train(hosts[:2], "b").restore()
+    shutil.copytree(hosts[0] / "ckpt-0000000001", hosts[0] / "ckpt-0000000000")
+    train(hosts[:2], "c").save(2)
+    assert_is(train(hosts[:2], "d").restore()[0], 2, "c", 2)
+
+
+def test_files_that_a_worker_could_not_know_to_be_saved_stay(hosts, train, monkeypatch):
+    """The chief ends after its decision, before this worker has it."""
+    training = train(hosts[:2], peer_timeout_seconds=0.3)
+    with monkeypatch.context() as patched:
+        patched.setattr(HostSave, "_send_to_all", lambda save, decision: None)
+        with pytest.raises(HostError, match=r"A host did not answer. Received: nothing from worker 1 of host 'b'"):
+            training.save(1)
+    assert list(hosts[1].glob(".unfinished-*/*.safetensors"))
+    for checkpoint in train(hosts[:2], "b").restore():
+        assert_is(checkpoint, 1, "a", 2)
 
 
 def test_files_of_an_earlier_attempts_writer_are_refused(hosts, train):

@@ -42,8 +42,8 @@ class HostSave:
         self._meeting, self._rank = meeting, meeting.rank
         self._unfinished = directory / unfinished_name(sequence, attempt)
 
-    def run(self, rank_shard: Shard, shared_shard: Shard | None, metadata: Json) -> Manifest:
-        """Saves; all workers call this. Returns the manifest.
+    def run(self, rank_shard: Shard, shared_shard: Shard | None, metadata: Json) -> Manifest | None:
+        """Saves; all workers call this. Returns the manifest, None on workers that do not lead their host.
 
         Raises:
             CheckpointError: If it is not saved. Earlier checkpoints are intact.
@@ -61,8 +61,8 @@ class HostSave:
                     self._send_to_chief("part", {"failed": f"{type(error).__name__}: {error}"})
                 raise
             if self._rank == 0:
-                manifest = self._collect(report, metadata)
-                decision = {"manifest": manifest.to_bytes().decode()}
+                decision = {"manifest": self._collect(report, metadata).to_bytes().decode()}
+                is_in_doubt = True  # if it reaches some, this is a checkpoint
                 self._send_to_all(decision)
             else:
                 self._send_to_chief("part", report)
@@ -72,13 +72,15 @@ class HostSave:
                 is_in_doubt = False
                 if "failed" in decision:
                     raise CheckpointError(decision["failed"])
-                manifest = Manifest.from_bytes(decision["manifest"].encode())
         except BaseException as error:
             if self._rank == 0 and decision is None:
                 self._send_to_all({"failed": str(error)})
             if self._meeting.leads and not is_in_doubt:
                 shutil.rmtree(self._unfinished, ignore_errors=True)
             raise
+        if not self._meeting.leads:
+            return None
+        manifest = Manifest.from_bytes(decision["manifest"].encode())
         self._commit(manifest)
         return manifest
 
@@ -143,24 +145,23 @@ class HostSave:
 
     def _commit(self, manifest: Manifest) -> None:
         meeting = self._meeting
-        if meeting.leads:
-            try:
-                commit(self._directory, self._unfinished, manifest, manifest.hosts[meeting.host].files)
-            except OSError as error:
-                if self._rank:
-                    self._send_to_chief("committed", {"failed": str(error)})
-                raise
+        try:
+            commit(self._directory, self._unfinished, manifest, manifest.hosts[meeting.host].files)
+        except OSError as error:
             if self._rank:
-                self._send_to_chief("committed", {"committed": True})
-        if self._rank == 0:
-            for rank in meeting.hosts.leaders[1:]:
-                answer = self._receive(rank, "committed", meeting.timeout_seconds)
-                if "failed" in answer:
-                    host = meeting.hosts.describe(meeting.hosts.host_of(rank))
-                    raise HostError(
-                        f"Checkpoint {self._sequence} is complete, but {host} could not record it. Received: "
-                        f"{answer['failed']}. Expected: a disk on which all hosts may write."
-                    )
+                self._send_to_chief("committed", {"failed": str(error)})
+            raise
+        if self._rank:
+            self._send_to_chief("committed", {"committed": True})
+            return
+        for rank in meeting.hosts.leaders[1:]:
+            answer = self._receive(rank, "committed", meeting.timeout_seconds)
+            if "failed" in answer:
+                host = meeting.hosts.describe(meeting.hosts.host_of(rank))
+                raise HostError(
+                    f"Checkpoint {self._sequence} is complete, but {host} could not record it. Received: "
+                    f"{answer['failed']}. Expected: a disk on which all hosts may write."
+                )
 
     def _receive(self, sender: int, what: str, timeout_seconds: float) -> Any:
         try:
@@ -177,8 +178,10 @@ class HostSave:
         self._meeting.messages.send(0, self._name(what), value)
 
     def _send_to_all(self, decision: Json) -> None:
-        for rank in range(1, self._meeting.messages.num_workers):
-            self._meeting.messages.send(rank, self._name("decision"), decision)
+        leaders = self._meeting.hosts.leaders
+        for rank in range(1, self._meeting.messages.num_workers):  # only leaders write the manifest, which may be long
+            sent = decision if "failed" in decision or rank in leaders else {"saved": True}
+            self._meeting.messages.send(rank, self._name("decision"), sent)
 
     def _name(self, what: str) -> str:
         return f"save {self._sequence} {self._attempt} {what}"

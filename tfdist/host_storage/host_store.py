@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from tfdist.checkpoint.checkpoint import Checkpoint, directory_name, fingerprint_of
 from tfdist.checkpoint.checkpoint_store import CheckpointStore
+from tfdist.checkpoint.directory_lock import LOCK_TIMEOUT_SECONDS
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, HostError, explained
-from tfdist.checkpoint.manifest import MANIFEST_FILE, FileRecord, rank_file
+from tfdist.checkpoint.manifest import MANIFEST_FILE, FileRecord, HostFiles, rank_file
 from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, WorkerFiles, check_save
 from tfdist.host_storage.host_checkpoint import HostCheckpoint, fetch
@@ -90,21 +91,25 @@ class HostStore(CheckpointStore):
         return end
 
     def _take_stock(self, meeting: Meeting, lock: Callable[[], None]) -> None:
-        """Gathers on the chief what is on which host. The chief itself locks its directory later, and looks then."""
-        stock: Json = {}
-        if meeting.leads and meeting.rank:
-            try:
-                lock()
-                with explained("The checkpoints could not be read", self.directory):
-                    stock = inventory_of(self.directory)
-            except (CheckpointError, OSError) as error:
-                stock = {"failed": str(error)}
-        stocks = gather(meeting.messages, "stock", stock, meeting.timeout_seconds)
+        """Tells the chief what is on which host. The chief itself locks its directory later, and looks then."""
+        if meeting.rank:
+            if meeting.leads:
+                try:
+                    lock()
+                    with explained("The checkpoints could not be read", self.directory):
+                        stock = inventory_of(self.directory)
+                except CheckpointError as error:
+                    meeting.messages.send(0, "stock", {"failed": str(error)})
+                    raise
+                meeting.messages.send(0, "stock", stock)
+            return
         for rank in meeting.hosts.leaders[1:]:
             host = meeting.hosts.host_of(rank)
-            if "failed" in stocks[rank]:
-                raise HostError(f"{stocks[rank]['failed']} This is what {meeting.hosts.describe(host)} found.")
-            self._inventories[host] = stocks[rank]
+            # That worker may wait for its lock first.
+            stock = received(meeting.messages, rank, "stock", meeting.timeout_seconds + LOCK_TIMEOUT_SECONDS)
+            if "failed" in stock:
+                raise HostError(f"{stock['failed']} This is what {meeting.hosts.describe(host)} found.")
+            self._inventories[host] = stock
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """Finds the newest checkpoint that was committed and is intact on the hosts together, as the chief.
@@ -205,9 +210,10 @@ class HostStore(CheckpointStore):
                 self.directory, sequence, attempt, meeting, is_taken=meeting.leads and sequence in self._known_complete
             )
             manifest = save.run(rank_shard, shared_shard, metadata)
-        if meeting.leads:
-            self._known_complete.add(sequence)
-            self._remove_old(sequence)
+        if manifest is None:
+            return None
+        self._known_complete.add(sequence)
+        self._remove_old(sequence)
         if rank:
             return None
         holders = {
@@ -244,16 +250,17 @@ class HostStore(CheckpointStore):
         if meeting is not None and not self._is_completed:
             members = meeting.hosts.members[meeting.host]
             if meeting.leads:
-                problem = ""
+                outcome = "The worker that leads this host has ended."
                 try:
                     with explained(f"Checkpoint {sequence} could not be restored", self.directory):
                         self._complete(found, meeting)
+                    outcome = "yes"
                 except CheckpointError as error:
-                    problem = str(error)
+                    outcome = str(error)
                     raise
                 finally:
                     for rank in members[1:]:
-                        meeting.messages.send(rank, "completed", problem or "yes")
+                        meeting.messages.send(rank, "completed", outcome)
             elif (answer := received(meeting.messages, members[0], "completed", meeting.timeout_seconds)) != "yes":
                 raise HostError(answer)
         self._is_completed = True
@@ -262,11 +269,18 @@ class HostStore(CheckpointStore):
 
     def _complete(self, found: Found, meeting: Meeting) -> None:
         """Fetches what this host shall have, and gives what it has the name and the manifest of the checkpoint."""
-        saved, manifest = found.saved, found.manifest
+        saved, manifest, hosts = found.saved, found.manifest, meeting.hosts
+        if not manifest.hosts:  # it was saved to a disk that all shared
+            present = [
+                HostFiles(name, tuple(file for file, holders in found.holders.items() if host in holders))
+                for host, name in enumerate(hosts.names)
+            ]
+            manifest = replace(manifest, hosts=tuple(present))
         folder = saved.folder(self.directory)
         atomic_files.make_directory(folder)
-        parts = [manifest.files[rank_file(rank)].size_bytes for rank in range(manifest.num_ranks)]
-        wanted = meeting.hosts.files_of(meeting.host, parts)
+        records = [manifest.files.get(rank_file(rank), FileRecord(0, "")) for rank in range(manifest.num_ranks)]
+        files = hosts.files_of(meeting.host, [record.size_bytes for record in records])
+        wanted = [name for name in files if name in manifest.files]
         here = {name for name, hosts in found.holders.items() if meeting.host in hosts}
         sources: dict[int, list[str]] = {}
         for name in wanted:
@@ -276,10 +290,10 @@ class HostStore(CheckpointStore):
         for host, names in sources.items():
             _log.warning(
                 "FailureRecovery: %s had no %s of checkpoint %d, and has taken them from %s.",
-                meeting.hosts.describe(meeting.host),
+                hosts.describe(meeting.host),
                 ", ".join(names),
                 manifest.sequence,
-                meeting.hosts.describe(host),
+                hosts.describe(host),
             )
         here_now = tuple(name for name in manifest.files if name in here or name in wanted)
         path = self.directory / directory_name(manifest.sequence)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.checkpoint.checkpoint import list_checkpoints, list_unfinished, read_manifest
-from tfdist.checkpoint.errors import CorruptCheckpointError
+from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import FileRecord, Manifest
 from tfdist.host_storage.peer_files import Saved
 
@@ -19,13 +19,15 @@ def inventory_of(directory: Path) -> Json:
     """Returns what is in the directory of this host, as JSON.
 
     Raises:
-        OtherFormatError: If another version of tfdist wrote a checkpoint there.
         OSError: If the directory cannot be read.
     """
-    manifests, damaged, files = [], [], []
-    for path in list_checkpoints(directory).values():
+    manifests, damaged, others, files = [], [], [], []
+    for sequence, path in list_checkpoints(directory).items():
         try:
             manifest = read_manifest(path)
+        except OtherFormatError as error:
+            others.append([sequence, str(error)])
+            continue
         except CorruptCheckpointError as error:
             damaged.append(f"{path.name}: {error}")
             continue
@@ -34,7 +36,7 @@ def inventory_of(directory: Path) -> Json:
     for sequence, attempt, path in list_unfinished(directory):
         if attempt:  # else a removal
             files.append([asdict(Saved(sequence, attempt)), _sizes(path)])
-    return {"manifests": manifests, "damaged": damaged, "files": files}
+    return {"manifests": manifests, "damaged": damaged, "other formats": others, "files": files}
 
 
 def numbers_in(inventory: Json) -> list[int]:
@@ -87,9 +89,14 @@ def newest_of(
 
     Returns:
         The checkpoint, or None; and the reasons why newer ones were skipped.
+
+    Raises:
+        OtherFormatError: If another version of tfdist wrote a newer checkpoint.
     """
+    others = [other for inventory in inventories.values() for other in inventory["other formats"]]
     skipped = [f"{reason}, on {describe(host)}" for host, one in inventories.items() for reason in one["damaged"]]
     for manifest in _committed(inventories):
+        _check_formats(others, manifest.sequence)
         found, damage = _intact(manifest, inventories, check)
         if all(found.holders.values()):
             return found, [reason for reason in skipped if _sequence_in(reason) > manifest.sequence]
@@ -98,7 +105,14 @@ def newest_of(
             f"ckpt-{manifest.sequence:010d}: "
             + "; ".join(_reason(name, manifest, damage, describe) for name in missing)
         )
+    _check_formats(others, -1)
     return None, skipped
+
+
+def _check_formats(others: Sequence[tuple[int, str]], sequence: int) -> None:
+    for number, message in others:
+        if number > sequence:
+            raise OtherFormatError(message)
 
 
 def _committed(inventories: Mapping[int, Json]) -> Iterator[Manifest]:

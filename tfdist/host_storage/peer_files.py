@@ -25,7 +25,7 @@ from tfdist.checkpoint.sharded_save import check_save
 from tfdist.exchange.group_listener import TOKEN_VARIABLE, GroupListener, Request, ask, encryption_of
 from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials
-from tfdist.transport.transport_errors import TransportError
+from tfdist.transport.transport_errors import ConnectionClosedError, TransportError
 from tfdist.utils import atomic_files
 from tfdist.utils.cores_and_ports import ReservedPorts, host_and_port
 
@@ -169,9 +169,7 @@ class PeerFiles:
                 yield connection
             finally:
                 connection.close()
-        except (TransportError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is not None:  # of the disk here
-                raise
+        except TransportError as error:
             raise HostError(f"the worker at {address} did not answer: {error}") from error
 
     def _open(self, address: str, message: dict[str, Any]) -> tuple[BlockingConnection, dict[str, Any]]:
@@ -179,9 +177,9 @@ class PeerFiles:
             try:
                 connection = socket.create_connection(host_and_port(address), _SILENCE_SECONDS)
                 return ask(connection, self._credentials, message, encryption=self._encryption)
-            except (TransportError, OSError):
+            except (TransportError, OSError) as error:
                 if attempt == _TRIES - 1:
-                    raise
+                    raise ConnectionClosedError(str(error)) from error
                 time.sleep(_PAUSE_SECONDS)
         raise AssertionError
 
@@ -200,7 +198,7 @@ class PeerFiles:
                 connection.send({"failed": f"{type(error).__name__}: {error}"})
 
     def _take(self, connection: BlockingConnection, saved: Saved, message: dict[str, Any]) -> None:
-        name, record = _file_of(message)
+        name, record = _checked(message["name"]), _record_of(message)
         folder = self._directory / unfinished_name(saved.sequence, saved.attempt)
         atomic_files.make_directory(folder)
         connection.send({"goes": "on"})
@@ -214,7 +212,7 @@ class PeerFiles:
         connection.send({"stored": True})
 
     def _give(self, connection: BlockingConnection, saved: Saved, message: dict[str, Any]) -> None:
-        name, record = _file_of(message)
+        name, record = _checked(message["name"]), _record_of(message)
         with self._opened(saved, name) as file:
             if os.fstat(file.fileno()).st_size != record.size_bytes:
                 raise HostError(f"{name} has another size")
@@ -230,7 +228,7 @@ class PeerFiles:
         raise HostError(f"{name} is missing")
 
     def _check(self, connection: BlockingConnection, saved: Saved, message: dict[str, Any]) -> None:
-        records = {name: FileRecord(**record) for name, record in message["records"].items()}
+        records = {_checked(name): _record_of(record) for name, record in message["records"].items()}
         connection.send({"goes": "on"})
         connection.send({"damaged": damaged_files(saved.folder(self._directory), records)})
 
@@ -250,11 +248,14 @@ def damaged_files(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, 
     return damaged
 
 
-def _file_of(message: Mapping[str, Any]) -> tuple[str, FileRecord]:
-    name = str(message["name"])
-    if _NAME.fullmatch(name) is None:
+def _checked(name: object) -> str:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"no file of a checkpoint: {name!r}")
-    return name, FileRecord(int(message["size_bytes"]), str(message["xxh3_128"]))
+    return name
+
+
+def _record_of(message: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(int(message["size_bytes"]), str(message["xxh3_128"]))
 
 
 def _received(connection: BlockingConnection, size: int) -> Iterator[npt.NDArray[np.uint8]]:
