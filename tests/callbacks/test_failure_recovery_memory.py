@@ -62,7 +62,9 @@ def test_what_is_damaged_in_memory_is_skipped(tmp_path, memory, undisturbed, cap
     (file,) = memory.rglob("ckpt-*/shared.safetensors")
     file.write_bytes(b"")
     with caplog.at_level(logging.WARNING, "tfdist"):
-        assert steps_of_the_rest(tmp_path, undisturbed, **often) == 2 * STEPS - 3
+        interrupted(tmp_path, 1, **often)
+    assert not list(memory.rglob("ckpt-*")), "it is of another past"
+    assert steps_of_the_rest(tmp_path, undisturbed, **often) == 2 * STEPS - 3
     assert (
         "FailureRecovery skips a checkpoint in memory: ckpt-0000000004: shared.safetensors has 0 bytes" in caplog.text
     )

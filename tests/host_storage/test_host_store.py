@@ -190,13 +190,15 @@ def test_of_two_attempts_that_saved_one_number_the_later_one_counts(hosts, train
     assert Manifest.from_bytes((c / "ckpt-0000000001" / "manifest.json").read_bytes()).attempt == "b"
 
 
-def test_what_a_disk_that_all_shared_had_is_on_own_disks(hosts, train):
-    train([hosts[0]] * 2).save(1)
-    for checkpoint in train(hosts[:2], "b").restore():
-        assert_is(checkpoint, 1, "a", 2)
-    for directory in hosts[:2]:
+def test_what_a_disk_that_all_shared_had_is_on_own_disks(hosts, train, monkeypatch):
+    monkeypatch.setattr(hosts_module, "_SMALL_BYTES", 100)
+    train([hosts[0]] * 3).save(1)
+    restored = train(hosts, "b").restore()
+    for directory in hosts:
         assert HostStore(directory).list_checkpoints(verify_checksums=True)[0].status == "complete"
-    assert_is(train([hosts[1]], "c").restore()[0], 1, "a", 2)
+    assert "rank-0.safetensors" not in names_in(hosts[2])
+    for checkpoint in restored:
+        assert_is(checkpoint, 1, "a", 3)
 
 
 def test_another_format_is_an_error_only_if_it_is_newer(hosts, train, monkeypatch):
