@@ -35,6 +35,8 @@ def test_one_of_own_disks_says_what_is_where():
     hosts = manifest.HostFiles("a", tuple(files)), manifest.HostFiles("b", ("shared.safetensors",))
     own = dataclasses.replace(WRITTEN, num_ranks=2, files=files, hosts=hosts, here=("shared.safetensors",))
     assert Manifest.from_bytes(own.to_bytes()) == own and own.files_here == own.here
+    lacking = dataclasses.replace(own, num_ranks=3, missing_ranks=(2,))
+    assert Manifest.from_bytes(lacking.to_bytes()) == lacking
     assert json.loads(own.to_bytes())["format"] == 6 and WRITTEN.files_here == tuple(WRITTEN.files)
 
 

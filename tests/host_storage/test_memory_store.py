@@ -2,12 +2,13 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from simulated_hosts import Training, assert_is
 
-from tfdist.checkpoint import CheckpointError, Shard
+from tfdist.checkpoint import CheckpointError, Shard, sharded_save
 from tfdist.host_storage import memory_store
 from tfdist.host_storage.memory_store import MemoryStore
 
@@ -49,6 +50,18 @@ def test_the_memory_of_the_save_before_the_last_is_used_again(memories, train):
         assert_is(saved, sequence, "a", 2)
     for memory in memories:
         assert [info.sequence for info in MemoryStore(memory).list_checkpoints(verify_checksums=True)] == [5]
+
+
+def test_memory_that_is_used_again_counts_as_free(memories, train, monkeypatch):
+    training = train(memories[:1])
+    for sequence in (1, 2):
+        training.save(sequence)
+    reserve = sharded_save._RESERVE_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=reserve))
+    training.save(3)
+    shutil.rmtree(memories[0] / "spare")
+    with pytest.raises(CheckpointError, match="Not enough disk space for checkpoint 4"):
+        training.save(4)
 
 
 def test_what_is_shorter_than_before_is_complete(memories, train):

@@ -104,7 +104,8 @@ class CheckpointStore:
                 and the files of this one are removed.
             ValueError: If an argument is invalid.
         """
-        save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks, saving, self._write)
+        reused = self._reused_bytes()
+        save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks, saving, self._write, reused)
         with explained(f"Checkpoint {sequence} could not be written", self.directory, EARLIER_INTACT):
             saved = save.run(
                 rank_shard,
@@ -237,6 +238,10 @@ class CheckpointStore:
     def _write(self, path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
         """Writes a file of a save, and returns its checksum."""
         return write_direct(path, parts)
+
+    def _reused_bytes(self) -> int:
+        """Returns how many bytes a save writes to where earlier files were."""
+        return 0
 
     def _discard(self, path: Path) -> None:
         """Removes a checkpoint."""

@@ -128,7 +128,8 @@ class Manifest:
         missing_ranks, hosts = content.pop("missing_ranks"), content.pop("hosts")
         here = content.pop("here")
         if hosts:
-            return _with_checksum({"format": FORMAT_ON_HOSTS, **content, "hosts": hosts, "here": here})
+            of_hosts = {"missing_ranks": missing_ranks, "hosts": hosts, "here": here}
+            return _with_checksum({"format": FORMAT_ON_HOSTS, **content, **of_hosts})
         if missing_ranks:
             return _with_checksum({"format": FORMAT_WITH_MISSING_RANKS, **content, "missing_ranks": missing_ranks})
         return _with_checksum({"format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT, **content})

@@ -104,9 +104,13 @@ class ShardedSave:
         num_ranks: int,
         saving: SavingRanks | None = None,
         write: FileWriter = write_direct,
+        reused_bytes: int = 0,
     ) -> None:
-        """Describes the save; by default all ranks save, and rank 0 is the chief. `write` writes files of shards."""
-        self._write = write
+        """Describes the save; by default all ranks save, and rank 0 is the chief.
+
+        `write` writes files of shards, `reused_bytes` of them to where other files were.
+        """
+        self._write, self._reused_bytes = write, reused_bytes
         check_save(sequence, attempt, rank, num_ranks)
         self._directory = directory
         self._sequence = sequence
@@ -214,7 +218,7 @@ class ShardedSave:
 
     def _check_space(self, needed_bytes: int) -> None:
         atomic_files.make_directory(self._directory)
-        free = shutil.disk_usage(self._directory).free
+        free = shutil.disk_usage(self._directory).free + self._reused_bytes
         if free < needed_bytes + _RESERVE_BYTES:
             raise CheckpointError(
                 f"Not enough disk space for checkpoint {self._sequence}. Received: {free:,} bytes free in "

@@ -28,7 +28,7 @@ class HostSave:
     """One worker's part of a save.
 
     1. It writes its part to the disk of its host; the leader of a host writes what all have in common, too.
-    2. It sends a copy of its part to the next host, and reports to the chief what is on which disk.
+    2. It sends copies of its part to other hosts, and reports to the chief what is on which disk.
     3. The chief tells all that everything is there. Only then is there a manifest, on each host, written by its leader.
     4. The checkpoint is saved when all hosts have their manifest.
     """
