@@ -2,19 +2,24 @@
 
     python benchmarks/recovery_cost.py
     python benchmarks/recovery_cost.py --overhead-of "8 MB"    # a part of it; the other results in the file stay
+    python benchmarks/recovery_cost.py --memory                # what concerns memory; likewise
 
 - **A save** of a model of 50 MB (with Adam's state): how much longer a step is than in a training that does not save,
-  and how much longer it would be if the write, with checksums and flush to disk, were not in the background.
+  and how much longer it would be if the write, with checksums and flush to disk, were not in the background; also of a
+  save to the memory of the host.
+- **A restore** of 200 MB in one process, from memory and from the disk: how much longer a `fit` takes to begin.
 - **Overhead** of saving every 100 steps: within one `fit`, the 20 steps during a save and its write in the background,
   against the 40 steps before and the 40 after; for that model and for a smaller one with very short steps; also with
   TensorFlow on one thread, which leaves a core to the write.
 - **A restart** by `tfdist run --workers 2`: from SIGKILL of a worker to the message and to the first step of the next
-  attempt, with and without `--warm-spares`, against a start without a failure; from SIGSTOP to the message.
+  attempt, with and without `--warm-spares`, and from a checkpoint in memory, against a start without a failure; from
+  SIGSTOP to the message.
 
 Medians; the variants take turns within one run. Writes `recovery.json` to `benchmarks/results` and prints a table.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -34,10 +39,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.callbacks import FailureRecovery
+from tfdist.cluster import MEMORY_VARIABLE
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two moments 52 MB
+_LARGE_UNITS = 2088  # with Adam's moments 209 MB
 _SAVES, _TURNS, _RESTARTS = 12, 5, 3
 _EVERY = 100  # steps
 _BESIDE, _BASELINE = 20, 40  # steps: those during which a save is written; those before and after
@@ -73,22 +80,71 @@ def measure_saves(folder: Path) -> dict[str, float]:
     """Returns by how many seconds a step with a save is longer than a step of a training without saves."""
     every = 8
     inputs = np.random.default_rng(0).normal(size=(_SAVES * every * 16, _UNITS)).astype("float32")
-    intervals = {"background": every, "foreground": every, "without": 10**6}
+    intervals = {"background": every, "foreground": every, "memory": every, "without": 10**6}
     steps: dict[str, list[float]] = {name: [] for name in intervals}
     for turn in range(_TURNS):
         for name, interval in intervals.items():
             keras.utils.set_random_seed(0)
-            layers = [keras.layers.Dense(_UNITS) for _ in range(4)]
-            model = keras.Sequential([keras.Input((_UNITS,)), *layers])
-            model.compile("adam", loss="mse", jit_compile=False)
+            model = _model(_UNITS)
             directory = folder / f"{name}-{turn}"
-            recovery = FailureRecovery(directory, every_steps=interval, keep=1, background=name != "foreground")
+            recovery = FailureRecovery(
+                directory,
+                every_steps=None if name == "memory" else interval,
+                memory_every_steps=interval if name == "memory" else None,
+                keep=1,
+                background=name != "foreground",
+            )
             clock = _Clock()
             model.fit(inputs, inputs, batch_size=16, shuffle=False, verbose=0, callbacks=[clock, recovery])
             saves = clock.steps[every - 1 :: every]
             steps[name].append(statistics.median(clock.steps[every:] if name == "without" else saves))
     without = statistics.median(steps.pop("without"))
     return {name: statistics.median(seconds) - without for name, seconds in steps.items()}
+
+
+def _model(units: int) -> keras.Model:
+    layers = [keras.layers.Dense(units) for _ in range(4)]
+    model = keras.Sequential([keras.Input((units,)), *layers])
+    model.compile("adam", loss="mse", jit_compile=False)
+    return model
+
+
+class _TimedRecovery(FailureRecovery):
+    """Times the beginning of a `fit`."""
+
+    begin_seconds = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        began = time.perf_counter()
+        super().on_train_begin(logs)
+        self.begin_seconds = time.perf_counter() - began
+
+
+class _End(keras.callbacks.Callback):
+    """Ends a `fit` in its last step by an exception, as a failure does."""
+
+    is_stateless = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            raise InterruptedError
+
+
+def measure_restores(folder: Path) -> dict[str, float]:
+    """Returns by how many seconds a `fit` that restores 200 MB takes longer to begin than one that restores nothing."""
+    inputs = np.ones([3, _LARGE_UNITS], "float32")
+    seconds: dict[str, list[float]] = {"memory": [], "disk": [], "nothing": []}
+    for turn in range(_TURNS):
+        for name, found in seconds.items():
+            every = {"memory_every_steps" if name == "memory" else "every_steps": 10**6 if name == "nothing" else 1}
+            for _ in range(2):  # the second one restores what the first has saved
+                keras.backend.clear_session()
+                recovery = _TimedRecovery(folder / f"restore-{name}-{turn}", background=False, **every)
+                with contextlib.suppress(InterruptedError):
+                    _model(_LARGE_UNITS).fit(inputs, inputs, batch_size=1, verbose=0, callbacks=[recovery, _End()])
+            found.append(recovery.begin_seconds)
+    nothing = statistics.median(seconds.pop("nothing"))
+    return {name: statistics.median(found) - nothing for name, found in seconds.items()}
 
 
 def measure_overhead(folder: Path, words: str = "") -> dict[str, dict[str, Any]]:
@@ -160,23 +216,24 @@ def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:
         for name, signal_name, options in (
             ("cold", "SIGKILL", []),
             ("warm spares", "SIGKILL", ["--warm-spares"]),
+            ("memory", "SIGKILL", []),
             ("frozen", "SIGSTOP", frozen),
         ):
-            times = _restart(folder / f"{name}-{turn}".replace(" ", "-"), signal_name, options)
+            times = _restart(folder / f"{name}-{turn}".replace(" ", "-"), signal_name, options, name == "memory")
             found.setdefault("plain", {}).setdefault("start", []).append(times.pop("start"))
             for what, seconds in times.items():
                 found.setdefault(name, {}).setdefault(what, []).append(seconds)
     return {name: {what: statistics.median(seconds) for what, seconds in of.items()} for name, of in found.items()}
 
 
-def _restart(folder: Path, signal_name: str, options: list[str]) -> dict[str, float]:
+def _restart(folder: Path, signal_name: str, options: list[str], in_memory: bool) -> dict[str, float]:
     folder.mkdir()
     launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", "1", *options]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     environment.pop("TF_CONFIG", None)
     began = time.time()
     process = subprocess.Popen(
-        [*launcher, __file__, "--work", str(folder), signal_name],
+        [*launcher, __file__, "--work", str(folder), signal_name, *(["--in-memory"] if in_memory else [])],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -193,7 +250,7 @@ def _restart(folder: Path, signal_name: str, options: list[str]) -> dict[str, fl
     return {"start": first - began, "detected": detected - killed, "next step": next_first - killed}
 
 
-def work(folder: Path, signal_name: str) -> None:
+def work(folder: Path, signal_name: str, every_steps: str) -> None:
     """Trains as a worker; rank 1 sends itself the signal in the first attempt."""
     strategy = MultiWorkerMirroredStrategy()
     attempt = os.environ["TFDIST_ATTEMPT"]
@@ -223,7 +280,7 @@ def work(folder: Path, signal_name: str) -> None:
         inputs[:, :1],
         batch_size=16,
         verbose=0,
-        callbacks=[Note(), FailureRecovery(folder / "ckpt", every_steps=10)],
+        callbacks=[Note(), FailureRecovery(folder / "ckpt", **{every_steps: 10})],
     )
 
 
@@ -240,9 +297,12 @@ def main() -> int:
     )
     parser.add_argument("--leave-a-core", nargs=2, metavar=("DIRECTORY", "WORDS"), help="internal: with one thread")
     parser.add_argument("--overhead-of", metavar="WORDS", help="only the overhead, for trainings with these words")
+    parser.add_argument("--in-memory", action="store_true", help="internal: with --work, save to memory")
+    parser.add_argument("--memory", action="store_true", help="only saves, restores and restarts, also from memory")
     arguments = parser.parse_args()
     if arguments.work:
-        work(Path(arguments.work[0]), arguments.work[1])
+        every_steps = "memory_every_steps" if arguments.in_memory else "every_steps"
+        work(Path(arguments.work[0]), arguments.work[1], every_steps)
         return 0
     if arguments.leave_a_core:
         leave_a_core(Path(arguments.leave_a_core[0]), arguments.leave_a_core[1])
@@ -256,17 +316,27 @@ def main() -> int:
         for name, of in overhead.items():
             print(f"| {name}; {of['step'] * 1e3:.1f} ms per step | {_percent(of)} |")
         return 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         restarts = measure_restarts(Path(folder))
-        saves = measure_saves(Path(folder))
-        overhead = measure_overhead(Path(folder))
+        os.environ[MEMORY_VARIABLE] = memory  # as the launcher sets it for workers
+        saves, restores = measure_saves(Path(folder)), measure_restores(Path(folder))
+        earlier = json.loads(_FILE.read_text())["overhead"] if arguments.memory else {}
+        overhead = earlier or measure_overhead(Path(folder))
     versions = {"python": platform.python_version(), **{n: version(n) for n in ("tensorflow", "keras", "safetensors")}}
-    result = {"versions": versions, "saves": saves, "overhead": overhead, "restarts": restarts}
+    result = {
+        "versions": versions,
+        "saves": saves,
+        "restores": restores,
+        "overhead": overhead,
+        "restarts": restarts,
+    }
     _FILE.write_text(json.dumps(result, indent=1) + "\n")
     rows = [
         ("a save of 50 MB delays a step by, ms", f"{saves['background'] * 1e3:.1f}"),
         ("the same save in the foreground, ms", f"{saves['foreground'] * 1e3:.1f}"),
         ("ratio", f"{saves['background'] / saves['foreground']:.1%}"),
+        ("a save of 50 MB to memory delays a step by, ms", f"{saves['memory'] * 1e3:.1f}"),
+        *((f"restoring 200 MB from the {name}, s", f"{seconds:.2f}") for name, seconds in restores.items()),
         *(
             (f"saving every 100 steps; {name}; {of['step'] * 1e3:.1f} ms per step", _percent(of))
             for name, of in overhead.items()
@@ -280,6 +350,7 @@ def main() -> int:
         ("SIGKILL to the next step, s", f"{restarts['cold']['next step']:.1f}"),
         ("relative to a start", f"{restarts['cold']['next step'] / restarts['plain']['start']:.2f}"),
         ("with warm spares, s", f"{restarts['warm spares']['next step']:.1f}"),
+        ("from a checkpoint in memory, s", f"{restarts['memory']['next step']:.1f}"),
     ]
     for what, figure in rows:
         print(f"| {what} | {figure} |")

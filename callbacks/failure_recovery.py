@@ -10,11 +10,12 @@ from typing import Any
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
-from tfdist.checkpoint import Checkpoint, open_store
-from tfdist.cluster import seed_of_run
+from tfdist.checkpoint import Checkpoint, TrainingStore, open_store
+from tfdist.cluster import MEMORY_VARIABLE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
+from tfdist.host_storage.host_store import HostStore
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.model_state import optimizers_of
@@ -32,6 +33,7 @@ from tfdist.recovery.recovery_warnings import (
     warn_training_complete,
 )
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
+from tfdist.recovery.storage_tiers import StorageTiers
 from tfdist.recovery.training_saves import TrainingSaves, print_line
 from tfdist.recovery.training_state import TrainingProgress, state_of_fit
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
@@ -51,8 +53,9 @@ class FailureRecovery(LastCallback):
     written, and, where variables are on a GPU or TPU, for their copy to host memory. `fit` raises the error of a write
     at the next save or at its end. With several workers `directory` must be on a file system that they share, or an
     address on an object store; each worker writes its part. An object store that does not answer is a warning, and
-    training continues; only the last save of `fit` must succeed (`docs/object_stores.md`). Under
-    `ParameterServerStrategy` the chief writes everything, after all earlier steps.
+    training continues; only the last save of `fit` must succeed (`docs/object_stores.md`). With
+    `shared=False` each host saves to its own disk; one that loses it gets all from the others (`docs/own_disks.md`).
+    Under `ParameterServerStrategy` the chief writes everything, after all earlier steps.
 
     SIGTERM and SIGUSR1 (which Slurm sends) on any worker make all workers save after their next common step and exit
     with code 75; a second signal ends the process at once. During validation they take effect after the next training
@@ -95,6 +98,8 @@ class FailureRecovery(LastCallback):
         self,
         directory: str | os.PathLike[str],
         *,
+        shared: bool = True,
+        memory_every_steps: int | None = None,
         every_steps: int | None = None,
         every_seconds: float | None = None,
         every_epochs: int | None = None,
@@ -109,6 +114,10 @@ class FailureRecovery(LastCallback):
         Args:
             directory: A directory for this training only. It is created if missing. Or an address on an object store
                 (`s3://bucket/run`, `gs://bucket/run`, `az://container/run`), with the extra `tfdist[remote]`.
+            shared: Whether all workers share the disk of `directory`. If False, it is on a disk of each host: a host
+                has the parts of its workers and copies of those of another one.
+            memory_every_steps: Save to the memory of the hosts after this number of steps, beside the saves to
+                `directory`. It outlives workers, not `tfdist run`, which it needs; hosts have copies of each other's.
             every_steps: Save after this number of training steps; with gradient accumulation, of micro-steps.
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many epochs. Defaults to 1 if no interval is given.
@@ -128,7 +137,10 @@ class FailureRecovery(LastCallback):
         if every_steps is None and every_seconds is None and every_epochs is None:
             every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
-        self._store = open_store(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
+        self._store: TrainingStore = (open_store if shared else HostStore)(
+            directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds
+        )
+        self._tiers = StorageTiers(self._store, memory_every_steps, MEMORY_VARIABLE)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
         self._preemption: PreemptionHandler | None = None
@@ -158,12 +170,14 @@ class FailureRecovery(LastCallback):
         if self._coordination.is_chief:
             warn_lost_callback_state(self.others)
         self._training_saves = TrainingSaves(
-            self._store,
+            self._tiers,
             self._coordination,
             self._state,
             background=self._background,
             on_end=self._iterator.on_fit_end,
         )
+        drain = self._training_saves.drain
+        self._iterator.on_fit_end(self._tiers.begin(self._coordination, strategy, os.environ, drain))
         # A worker that starts late calls `join`, or `train_alone`.
         checkpoint = None if self._coordination.starts_late else self._training_saves.choose()
         self._restored: Checkpoint | None = None
@@ -173,7 +187,8 @@ class FailureRecovery(LastCallback):
         self._learning_rates = InitialLearningRates(optimizers_of(self.model))
         self._drawn = drawn_before_fit(seed_of_run(os.environ))
         if checkpoint is not None:
-            self._resume(checkpoint)
+            self._resume(checkpoint, self._training_saves.restored_from)
+        self._tiers.wait_until_all_have_read(self._progress.step)
         self._learning_rates.mark_trained()
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         self._saved_progress: TrainingProgress | None = None
@@ -207,8 +222,11 @@ class FailureRecovery(LastCallback):
         self._is_terminated_by_nan = is_terminated_by_nan(self.model, self.others, logs)
         if self._is_terminated_by_nan or self.model.stop_training:  # training would resume from a checkpoint saved now
             return
+        is_due_in_memory = self._tiers.is_due(step)
         if is_due or is_preempted:
             self._save()
+        elif is_due_in_memory:
+            self._save(to_memory=True)
         if is_preempted:
             self._exit()
 
@@ -244,6 +262,7 @@ class FailureRecovery(LastCallback):
             self._progress = replace(self._progress, stopped=stopped, requested_epochs=self._epochs)
             self._save(must_succeed=True)
             self._training_saves.wait()
+            self._tiers.free_memory()
         if self._preemption is not None:
             self._preemption.close()
         if self._heartbeat is not None:
@@ -330,7 +349,7 @@ class FailureRecovery(LastCallback):
     def _is_preempted(self, step: int) -> bool:
         return self._preemption is not None and self._preemption.is_due(step)
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
+    def _resume(self, checkpoint: Checkpoint, source: str = "") -> None:
         if (training := training_of(self.model)) is not None:
             training.abandon()
         rank, num_workers = self._coordination.rank, self._coordination.num_workers
@@ -349,7 +368,7 @@ class FailureRecovery(LastCallback):
             self._iterator.resume_at(Position.from_json(position), replay=self._replay_data, same_workers=same_workers)
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)
-            self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
+            self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}{source}")
         if any(isinstance(callback, GradientAccumulation) for callback in self.others):
             self._state.adopt_accumulation_steps(checkpoint)  # that callback does so only when the epoch begins
         self._state.restore(checkpoint, rank, num_workers, metrics=self._was_complete)
@@ -359,11 +378,8 @@ class FailureRecovery(LastCallback):
             warn_other_seed(checkpoint.metadata.get("drawn"), self._drawn)
         self._learning_rates.compare_with_restored(checkpoint.metadata.get("learning_rates"), self.others, warn=warns)
 
-    def _save(self, *, is_last: bool = False, must_succeed: bool = False) -> None:
-        """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this.
-
-        An object store that does not answer is an error if this save `must_succeed`, else a warning: the next may.
-        """
+    def _save(self, *, to_memory: bool = False, is_last: bool = False, must_succeed: bool = False) -> None:
+        """Takes a snapshot and starts to write it, as `TrainingSaves.save` says."""
         for callback in self.others:
             if isinstance(callback, WeightComparison):
                 callback.compare()  # the weights of one worker are saved
@@ -380,10 +396,12 @@ class FailureRecovery(LastCallback):
             metadata,
             lambda: {"position": self._iterator.position(progress.next_step, self._logs).to_json()},
             model=self.model,
+            to_memory=to_memory,
             is_last=is_last,
             must_succeed=must_succeed,
         )
-        self._schedule.saved()
+        if not to_memory:
+            self._schedule.saved()
         if stalled is not None:
             self._saved_progress = progress
             self.stall_seconds += stalled

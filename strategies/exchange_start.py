@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +15,7 @@ from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.collectives.key_values import key_values
 from tfdist.elastic.step_transactions import StepTransactions
 from tfdist.exchange.exchange_errors import ExchangeError
-from tfdist.exchange.group_listener import Encryption
+from tfdist.exchange.group_listener import TOKEN_VARIABLE, encryption_of
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.membership.decisions import View
 from tfdist.membership.elastic_group import ElasticGroup
@@ -24,8 +23,6 @@ from tfdist.strategies.cluster_resolver import beginning_workers, silence_limit_
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
 from tfdist.utils.cores_and_ports import host_and_port, is_loopback
 
-TOKEN_VARIABLE = "TFDIST_TOKEN"
-_TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
 _ELASTIC_SILENCE_SECONDS = 10.0
 _log = logging.getLogger("tfdist")
 
@@ -151,25 +148,6 @@ def _connect(view: View) -> None:
     exchange = _group.exchange(view)
     _boundary.use(exchange)
     key_values.use(exchange.control, exchange.members)
-
-
-def encryption_of(environ: Mapping[str, str]) -> Encryption | None:
-    """Returns the certificates that the environment gives for TLS between workers; `None` without.
-
-    Raises:
-        ValueError: Some of the three variables are set and some are not, or a file is missing.
-    """
-    paths = [environ.get(name, "").strip() for name in _TLS_VARIABLES]
-    if not any(paths):
-        return None
-    missing = [name for name, path in zip(_TLS_VARIABLES, paths, strict=True) if not os.path.isfile(path)]
-    if missing:
-        raise ValueError(
-            f"TLS between workers needs three files. Received: {dict(zip(_TLS_VARIABLES, paths, strict=True))}, and no "
-            f"file for {', '.join(missing)}. Expected: the paths of this worker's certificate, its private key, and "
-            "the certificates of the authority, each in PEM. Set all three on every worker, or none."
-        )
-    return Encryption(*paths)
 
 
 def _failure() -> ExchangeError | None:

@@ -27,7 +27,8 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "local_updates": (731, 225, "LocalSGD, DiLoCo", "core"),
     "parameter_server": (917, 225, "chief, workers, servers", "core"),
     "pipeline": (1103, 225, "stages on several devices", "core"),
-    "sharded_state": (465, 310, "split optimizer state", "core"),
+    "host_storage": (296, 310, "disks, memory of hosts", "core"),
+    "sharded_state": (474, 310, "split optimizer state", "core"),
     "updates": (650, 310, "the order of an update", "core"),
     "load_balancing": (835, 310, "rows by measured speed", "core"),
     "losses": (1020, 310, "means and sums of samples", "core"),
@@ -46,12 +47,14 @@ ROOM_WIDTH, ROOM_HEIGHT = 172, 52
 # Arrows that would cross a box, as corners between start and end.
 BENDS: dict[tuple[str, str], list[Point]] = {
     ("doctor", "cluster"): [(202, 377), (202, 470)],
-    ("callbacks", "cluster"): [(240, 200), (216, 377), (216, 470)],
+    ("callbacks", "cluster"): [(240, 200), (199, 240), (199, 366), (216, 388), (216, 470)],
+    ("host_storage", "exchange"): [(330, 384), (880, 384), (893, 470)],
     ("servers", "cluster"): [(960, 447), (960, 577), (230, 577), (230, 552)],
     ("data", "cluster"): [(1110, 552), (1110, 590), (200, 590), (200, 552)],
     ("data", "internals"): [(1070, 552), (1070, 564), (560, 564), (560, 552)],
     ("spark", "data"): [(490, 38), (490, 32), (1194, 32), (1194, 526), (1176, 526)],
-    ("recovery", "data_position"): [(366, 300), (366, 371)],
+    ("recovery", "data_position"): [(385, 303), (385, 371)],
+    ("doctor", "checkpoint"): [(204, 318), (204, 376)],
     ("local_updates", "collectives"): [(742, 300), (742, 372)],
     ("load_balancing", "internals"): [(853, 378), (853, 468), (620, 476)],
     ("losses", "internals"): [(886, 384), (886, 478), (650, 482)],
@@ -119,9 +122,8 @@ def rooms() -> Picture:
         "utils, versions and private_symbols.",
         "small",
     )
-    without = (
-        "launch, doctor, planning, membership, exchange, transport, checkpoint and cluster do not import TensorFlow."
-    )
+    names = "launch, doctor, planning, membership, exchange, transport, host_storage, checkpoint and cluster"
+    without = f"{names} do not import TensorFlow."
     picture.text(20, 652, without, "small")
     return picture
 

@@ -11,7 +11,7 @@ from small_training import fit
 
 from tfdist.callbacks import FailureRecovery, failure_recovery
 from tfdist.checkpoint import CheckpointError, DirectoryLock, sharded_save
-from tfdist.recovery import training_saves, worker_coordination
+from tfdist.recovery import storage_tiers, worker_coordination
 
 pytestmark = pytest.mark.usefixtures("cpus")
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_it_is_free_after_fit_failed_before_or_after_its_steps(tmp_path, monkeyp
         assert is_locked(tmp_path)
         raise Interrupted
 
-    monkeypatch.setattr(training_saves, "choose_checkpoint", choose)
+    monkeypatch.setattr(storage_tiers, "choose_checkpoint", choose)
     with pytest.raises(Interrupted) as before:
         fit(tmp_path)
     assert not is_locked(tmp_path) and before.tb is not None
@@ -96,7 +96,7 @@ def test_only_the_chief_locks_it(tmp_path, monkeypatch):
     monkeypatch.setattr(failure_recovery, "rank_and_num_workers", lambda strategy: (1, 1))
     monkeypatch.setattr(FailureRecovery, "_save", lambda self, **_: None)
     monkeypatch.setattr(
-        "tfdist.recovery.worker_coordination.WorkerCoordination.broadcast", lambda *_: (None, "attempt")
+        "tfdist.recovery.worker_coordination.WorkerCoordination.broadcast", lambda *_: (None, "attempt", False)
     )
     look = Look(tmp_path)
     fit(tmp_path, look)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import time
 
@@ -9,22 +10,28 @@ import keras
 from step_journal import StepJournal
 
 from tfdist.checkpoint import CheckpointStore
+from tfdist.cluster import MEMORY_VARIABLE
+from tfdist.recovery.storage_tiers import memory_of
 from tfdist.recovery.training_state import TrainingState
 
 _LIMIT_SECONDS = 240
 
 
-def arm(fault, checkpoints):
+def arm(fault, checkpoints, *, in_memory=False):
     """Arms a fault; returns the callbacks that it needs.
 
     Args:
-        fault: `do` is the name of a signal, of an error of the system, or "raise"; `at` is a hook of a callback,
-            "train_step" (in its forward pass, on one of the replicas), "fsync" (in the middle of a save), or "restore";
-            `count` is the number of the call at which it strikes. Checkpoints are written in the background: with
-            `after_save`, a number of steps, it waits until a checkpoint has them, from which the next attempt resumes.
+        fault: `do` is the name of a signal, of an error of the system, "raise", "lose the disk": a SIGKILL after all
+            checkpoints of this worker are removed, or "lose all memory": after all that the workers kept there is; `at`
+            is a hook of a callback, "train_step" (in its forward pass, on one of the replicas), "fsync" (in the middle
+            of a save), or "restore"; `count` is the number of the call at which it strikes. Checkpoints are written in
+            the background: with `after_save`, a number of steps, it waits until a checkpoint has them, from which the
+            next attempt resumes.
         checkpoints: The directory of the checkpoints.
+        in_memory: Whether steps that are saved in memory count, which is lost with the disk.
     """
-    fault = {**fault, "checkpoints": str(checkpoints)}
+    memory = memory_of(os.environ[MEMORY_VARIABLE], str(checkpoints)) if in_memory else None
+    fault = {**fault, "checkpoints": [str(path) for path in (checkpoints, memory) if path]}
     if fault["at"] == "fsync":
         _patch(os, "fsync", fault)
     elif fault["at"] == "restore":
@@ -43,7 +50,12 @@ def _strike(fault):
         raise RuntimeError("on purpose")
     if number := getattr(errno, fault["do"], None):
         raise OSError(number, os.strerror(number))
-    os.kill(os.getpid(), getattr(signal, fault["do"]))
+    if fault["do"] == "lose the disk":
+        for directory in fault["checkpoints"]:
+            shutil.rmtree(directory)
+    if fault["do"] == "lose all memory":
+        shutil.rmtree(os.environ[MEMORY_VARIABLE])
+    os.kill(os.getpid(), getattr(signal, fault["do"], signal.SIGKILL))
 
 
 def _wait_for_save(fault):
@@ -56,7 +68,7 @@ def _wait_for_save(fault):
 
 def _saved_steps(checkpoints):
     """The steps in the newest complete checkpoint."""
-    found = CheckpointStore(checkpoints).list_checkpoints()
+    found = [entry for directory in checkpoints for entry in CheckpointStore(directory).list_checkpoints()]
     return max((entry.metadata["step"] for entry in found if entry.status == "complete"), default=0)
 
 

@@ -3,7 +3,8 @@
     python on_workers.py FOLDER PLAN KIND EPOCHS
 
 PLAN is a JSON list with a fault for each attempt, `{"rank", "at", "count", "do"}`, see `faults.arm`.
-KIND is "workers", or "replicas": two logical CPUs of one process.
+KIND is "workers"; "own disks": each has its own disk; "memory": each has its own memory, too, and saves to the disk
+rarely; or "replicas": two logical CPUs of one process.
 """
 
 import json
@@ -39,8 +40,10 @@ def main(folder, plan, kind, epochs):
     journal.phase("making of the model")
     attempt, steps = int(os.environ["TFDIST_ATTEMPT"]), StepJournal(journal)
     callbacks = [steps, FirstState(folder / f"first-state-{rank}.npz")]
+    has_own_disk, in_memory = kind in ("own disks", "memory"), kind == "memory"
+    checkpoints = folder / (f"host-{rank}" if has_own_disk else "checkpoints")
     if attempt < len(plan) and plan[attempt]["rank"] == rank:
-        callbacks += faults.arm(plan[attempt], folder / "checkpoints")
+        callbacks += faults.arm(plan[attempt], checkpoints, in_memory=in_memory)
     result = training.train(
         folder,
         strategy=lambda: strategy,
@@ -49,7 +52,10 @@ def main(folder, plan, kind, epochs):
         callbacks=callbacks,
         epochs=epochs,
         tell=steps.tell,
-        every_steps=3,
+        checkpoints=checkpoints,
+        every_steps=9 if in_memory else 3,
+        memory_every_steps=3 if in_memory else None,
+        shared=not has_own_disk,
     )
     journal.phase("results")
     np.savez(folder / f"result-{rank}.npz", **result)

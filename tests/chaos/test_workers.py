@@ -9,6 +9,7 @@ import worker_runs
 from worker_runs import assert_as_undisturbed, command, first_steps, results
 
 from tfdist.checkpoint import CheckpointStore
+from tfdist.host_storage.host_store import HostStore
 from tfdist.recovery.resharding import group_by_variable, merge_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(2700)]
@@ -158,3 +159,43 @@ def test_fewer_workers_resume_from_a_checkpoint_of_more(tmp_path, disturbed, und
     # Two workers trained the first epoch; after it one replica draws other dropout masks.
     assert result["history loss"][0] == expected["history loss"][0]
     assert abs(result["history val_loss"][-1] - expected["history val_loss"][-1]) < 0.5
+
+
+def lost(rank, count, after_save, do="lose the disk"):
+    return {"rank": rank, "at": "on_train_batch_end", "count": count, "do": do, "after_save": after_save}
+
+
+# Disks are saved to every three steps, or memory is, and disks every nine.
+@pytest.mark.parametrize(
+    ("kind", "workers", "plan", "first"),
+    [
+        pytest.param("memory", 2, [lost(1, 5, 3)], [0, 3], id="a memory"),
+        *(
+            pytest.param(kind, workers, plan, first, marks=pytest.mark.long, id=name)
+            for name, kind, workers, plan, first in (
+                ("a disk", "own disks", 2, [lost(1, 5, 3)], [0, 3]),
+                ("each disk", "own disks", 2, [lost(0, 5, 3), lost(1, 5, 6), lost(0, 4, 9)], [0, 3, 6, 9]),
+                ("disks of three", "own disks", 3, [lost(2, 5, 3), lost(1, 5, 6), lost(0, 4, 9)], [0, 3, 6, 9]),
+                (
+                    "memory, then all of it",
+                    "memory",
+                    2,
+                    [lost(0, 5, 3), lost(1, 8, 9, "lose all memory"), lost(1, 5, 12, "SIGKILL")],
+                    [0, 3, 9, 12],
+                ),
+            )
+        ),
+    ],
+)
+def test_what_is_lost_comes_from_the_others(tmp_path, undisturbed_workers, kind, workers, plan, first):
+    arguments, environ = command(
+        tmp_path, kind, workers, "--max-restarts", str(len(plan)), "--restart-delay", "0", plan=plan
+    )
+    said = worker_runs.run(arguments, environ, plan=plan)
+    assert first_steps(tmp_path) == first, said
+    assert f"(worker {plan[0]['rank']}) had no shared.safetensors, rank-" in said
+    assert_as_undisturbed(undisturbed_workers(workers), tmp_path, workers, said)
+    for rank in range(workers):
+        newest = HostStore(tmp_path / f"host-{rank}").list_checkpoints(verify_checksums=True)[-1]
+        assert newest.status == "complete" and newest.metadata["step"] == 21
+        assert not list((tmp_path / f"host-{rank}").glob(".[!l]*")), "only the lock is left"

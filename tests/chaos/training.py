@@ -113,6 +113,7 @@ def train(
     log="log.csv",
     epochs=EPOCHS,
     tell=None,
+    checkpoints=None,
     **intervals,
 ):
     """Trains to the end, or until a callback raises; returns all results."""
@@ -152,7 +153,7 @@ def train(
         validation_data=held_out,
         validation_batch_size=8,
         callbacks=[
-            FailureRecovery(folder / "checkpoints", **intervals),
+            FailureRecovery(checkpoints or folder / "checkpoints", **intervals),
             keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.5),
             keras.callbacks.EarlyStopping("val_loss", patience=50, restore_best_weights=True),
             keras.callbacks.CSVLogger(str(log), append=True),

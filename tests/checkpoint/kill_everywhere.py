@@ -19,7 +19,7 @@ from typing import Any
 from conftest import check_complete, make_save
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore
-from tfdist.checkpoint import shard as shard_module
+from tfdist.checkpoint import checkpoint_store as store_module
 
 KILLED, RAISED = 99, 98
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.listdir", "os.scandir")
@@ -55,7 +55,7 @@ def killed_before(number: int, directory: Path, action: Callable[[], object]) ->
 
 def save_half(store: CheckpointStore, sequence: int, num_ranks: int, name: str) -> None:
     """Dies when `name` is half written."""
-    write_direct = shard_module.write_direct
+    write_direct = store_module.write_direct
 
     def half(path: Path, parts: Any) -> str:
         checksum = write_direct(path, parts)
@@ -64,7 +64,7 @@ def save_half(store: CheckpointStore, sequence: int, num_ranks: int, name: str) 
             os._exit(KILLED)
         return checksum
 
-    shard_module.write_direct = half
+    store_module.write_direct = half
     make_save(store, sequence, num_ranks=num_ranks)
 
 

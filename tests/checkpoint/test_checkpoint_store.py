@@ -126,11 +126,11 @@ def test_the_failure_of_a_rank_is_reported_at_once(store, save, assert_complete,
     save(store, 1, num_ranks=3)
     write = sharded_save.write_shard
 
-    def fail(path, encoded):
+    def fail(path, encoded, file_writer):
         if path.name == "rank-2.safetensors":
             path.write_text("half of it")
             raise OSError(28, "No space left on device")
-        return write(path, encoded)
+        return write(path, encoded, file_writer)
 
     monkeypatch.setattr(sharded_save, "write_shard", fail)
     patient = CheckpointStore(store.directory, peer_timeout_seconds=3600)
@@ -196,12 +196,12 @@ def test_a_rank_saves_a_number_once_in_an_attempt(store, save):
 def test_another_format_is_an_error_before_anything_is_read(store, save, assert_complete, monkeypatch):
     save(store, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 6)
+        patch.setattr(manifest, "FORMAT", 7)
         later = save(CheckpointStore(store.directory), 2).path
     for file in later.glob("*.safetensors"):
         file.unlink()
     for call in (store.newest, lambda: store.open(2), lambda: save(store, 2, attempt="b")):
-        with pytest.raises(CheckpointError, match="written by another version of tfdist. Received: format 6. Expected"):
+        with pytest.raises(CheckpointError, match="written by another version of tfdist. Received: format 7. Expected"):
             call()
     assert [entry.status for entry in store.list_checkpoints()] == ["complete", "other format"]
     assert store.prune(1) == [] and later.exists()

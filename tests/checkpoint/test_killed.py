@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.checkpoint import CheckpointStore, shard
+from tfdist.checkpoint import CheckpointStore, checkpoint_store
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,7 +43,7 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, save, monkeypatch)
     flushed: dict[int, tuple[int, int]] = {}  # by inode: time and size at the last flush
     unflushed_entries: set[Path] = set()
     looked_at: list[str] = []
-    fsync, rename, write_direct = os.fsync, os.rename, shard.write_direct
+    fsync, rename, write_direct = os.fsync, os.rename, checkpoint_store.write_direct
 
     def note_flush(descriptor):
         fsync(descriptor)
@@ -68,7 +68,7 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, save, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", note_flush)
     monkeypatch.setattr(os, "rename", note_rename)
-    monkeypatch.setattr(shard, "write_direct", note_file)
+    monkeypatch.setattr(checkpoint_store, "write_direct", note_file)
     save(store, 1, num_ranks=2)
     names = ["manifest.json", "rank-0.safetensors", "rank-1.safetensors", "shared.safetensors"]
     assert sorted(looked_at) == names

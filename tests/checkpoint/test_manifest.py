@@ -30,6 +30,16 @@ def test_one_that_lacks_ranks_has_another_format_than_others():
     assert json.loads(lacking.to_bytes())["format"] == 5 and "missing_ranks" not in json.loads(WRITTEN.to_bytes())
 
 
+def test_one_of_own_disks_says_what_is_where():
+    files = {name: FileRecord(1, "") for name in ("shared.safetensors", "rank-0.safetensors", "rank-1.safetensors")}
+    hosts = manifest.HostFiles("a", tuple(files)), manifest.HostFiles("b", ("shared.safetensors",))
+    own = dataclasses.replace(WRITTEN, num_ranks=2, files=files, hosts=hosts, here=("shared.safetensors",))
+    assert Manifest.from_bytes(own.to_bytes()) == own and own.files_here == own.here
+    lacking = dataclasses.replace(own, num_ranks=3, missing_ranks=(2,))
+    assert Manifest.from_bytes(lacking.to_bytes()) == lacking
+    assert json.loads(own.to_bytes())["format"] == 6 and WRITTEN.files_here == tuple(WRITTEN.files)
+
+
 def test_every_flipped_bit_is_found():
     data = WRITTEN.to_bytes()
     for position in range(len(data)):
@@ -53,12 +63,12 @@ def test_other_content_is_corrupt(content):
         Manifest.from_bytes(content)
 
 
-@pytest.mark.parametrize("number", [2, 6])
+@pytest.mark.parametrize("number", [2, 7])
 def test_another_format_is_named_whatever_the_rest_of_the_manifest(number):
     content = {"format": number, "unheard of": [1, 2]}
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     data = json.dumps({**content, "checksum": checksum}, indent=1).encode() + b"\n"
-    with pytest.raises(OtherFormatError, match=f"Received: format {number}. Expected: format 3 to 5"):
+    with pytest.raises(OtherFormatError, match=f"Received: format {number}. Expected: format 3 to 6"):
         Manifest.from_bytes(data)
     with pytest.raises(CorruptCheckpointError):
-        Manifest.from_bytes(data.replace(f"{number},".encode(), b"7,", 1))
+        Manifest.from_bytes(data.replace(f"{number},".encode(), b"8,", 1))

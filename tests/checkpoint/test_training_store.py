@@ -1,4 +1,7 @@
-"""What every store promises: directories, memory, and S3, of which moto plays the server."""
+"""What every store promises: directories, own disks, memory, and S3, of which moto plays the server.
+
+Own disks of several hosts: `tests/host_storage`.
+"""
 
 import functools
 import secrets
@@ -9,6 +12,7 @@ from s3_server import s3_server
 
 from tfdist.checkpoint import CheckpointError, SavingRanks, Shard, open_store
 from tfdist.checkpoint.remote.remote_store import RemoteStore
+from tfdist.host_storage.host_store import HostStore
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +22,13 @@ def s3():
         yield server
 
 
-@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=pytest.mark.long)])
+@pytest.fixture(params=["directory", "own disk", "memory", pytest.param("s3", marks=pytest.mark.long)])
 def make_store(request, tmp_path):
     """Returns stores of one new place, each as another process would have it."""
     if request.param == "directory":
         return functools.partial(open_store, tmp_path / "run")
+    if request.param == "own disk":
+        return functools.partial(HostStore, tmp_path / "run")
     run = f"run-{secrets.token_hex(4)}"
     if request.param == "memory":
         require("fsspec")

@@ -29,7 +29,7 @@ class KeyValueStore:
         self.is_gone = threading.Event()
         self._changed = threading.Condition()
 
-    def publish(self, key, value):
+    def publish(self, key, value, *, only_for=None):
         with self._changed:
             if key in self.values:
                 raise tf.errors.AlreadyExistsError(None, None, key)
@@ -49,6 +49,10 @@ class KeyValueStore:
         self.before_read(key)
         self._raise_if_gone()
         return self.values[key]
+
+    def take(self, key):
+        self.wait_for(key)
+        return self.values.pop(key)
 
     def is_published(self, key, within_seconds):
         with self._changed:

@@ -20,6 +20,16 @@ def test_workers_begin_with_the_chief_only(coordinations, in_threads):
     in_threads(lambda rank: ranks[rank].wait_for_chief(30), (2, 1, 0))
 
 
+def test_messages_between_two_workers(coordinations):
+    ranks = coordinations(3)
+    ranks[1].send(2, "part", {"a": [1]})
+    ranks[0].send(2, "part", "b")
+    assert ranks[2].receive(1, "part", 30) == {"a": [1]} and ranks[2].receive(0, "part", 30) == "b"
+    assert ranks[2].receive(1, "part", 0.01) is None, "it is received once"
+    ranks[1].send(2, "part", 0)
+    assert ranks[2].receive(1, "part", 30) == 0
+
+
 def test_all_get_the_first_proposal(coordinations, in_threads):
     ranks = coordinations(3)
     assert ranks[1].propose("stop", 7) == 7

@@ -46,13 +46,17 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "servers": frozenset({"cluster"}),
     "callbacks": frozenset(
-        "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()
+        "checkpoint cluster collectives data_position host_storage internals load_balancing recovery training utils "
+        "versions".split()
     ),
-    "recovery": frozenset("checkpoint cluster collectives data_position internals training utils versions".split()),
+    "recovery": frozenset(
+        "checkpoint cluster collectives data_position host_storage internals training utils versions".split()
+    ),
     "spark": frozenset("callbacks data launch strategies utils".split()),
     "data": frozenset({"cluster", "internals", "utils"}),
     "data_position": frozenset({"internals", "utils"}),
     "checkpoint": frozenset({"utils"}),
+    "host_storage": frozenset({"checkpoint", "exchange", "transport", "utils"}),
     "cluster": frozenset({"utils"}),
     "transport": frozenset({"utils"}),
     "launch": frozenset(
@@ -89,8 +93,8 @@ _EVERYWHERE = {"patches", "private_symbols", "strategy_hooks"}
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
 WITHOUT_FRAMEWORKS = frozenset(
-    "tfdist checkpoint cluster doctor exchange launch membership patches planning private_symbols strategy_hooks "
-    "transport utils versions".split()
+    "tfdist checkpoint cluster doctor exchange host_storage launch membership patches planning private_symbols "
+    "strategy_hooks transport utils versions".split()
 )
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]

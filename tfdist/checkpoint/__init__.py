@@ -39,7 +39,7 @@ from tfdist.checkpoint.background_writer import BackgroundWriter
 from tfdist.checkpoint.checkpoint import Checkpoint, CheckpointInfo
 from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.directory_lock import DirectoryLock
-from tfdist.checkpoint.errors import CheckpointError, OtherFormatError, RemoteStoreError
+from tfdist.checkpoint.errors import CheckpointError, HostError, OtherFormatError, RemoteStoreError
 from tfdist.checkpoint.shard import Shard
 from tfdist.checkpoint.sharded_save import SavingRanks, WorkerFiles
 from tfdist.checkpoint.training_store import TrainingStore, open_store
@@ -51,6 +51,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointStore",
     "DirectoryLock",
+    "HostError",
     "OtherFormatError",
     "RemoteStoreError",
     "SavingRanks",

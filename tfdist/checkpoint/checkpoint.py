@@ -28,8 +28,17 @@ def directory_name(sequence: int) -> str:
     return f"{CHECKPOINT_PREFIX}{sequence:010d}"
 
 
+def unfinished_name(sequence: int, attempt: str) -> str:
+    """Returns the name of the directory of a save in progress.
+
+    >>> unfinished_name(7, "a")
+    '.unfinished-0000000007-a'
+    """
+    return f"{UNFINISHED_PREFIX}{sequence:010d}-{attempt}"
+
+
 class Checkpoint:
-    """A complete checkpoint.
+    """A complete checkpoint; with own disks (`Manifest.hosts`), what the directory of one host has of it.
 
     Attributes:
         path: The directory.
@@ -55,7 +64,7 @@ class Checkpoint:
             OSError: If this user may not read it, or the file system does not respond.
         """
         self.path = path
-        self._manifest = _read_manifest(path) if written is None else written
+        self._manifest = read_manifest(path) if written is None else written
         self.sequence = self._manifest.sequence
         self.num_ranks, self.saved_ranks = self._manifest.num_ranks, self._manifest.saved_ranks
         self.metadata: Json = self._manifest.metadata
@@ -68,7 +77,7 @@ class Checkpoint:
         if not has_required or not all(map(is_worker_file, set(self._manifest.files) - required_files)):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} does not name the files of {self.num_ranks} ranks")
         self._verified: dict[str, tuple[int, ...]] = {}
-        for name in self._manifest.files if written is None else ():
+        for name in self._manifest.files_here if written is None else ():
             self._check(name, verify_checksums=verify_checksums)
 
     def read_shared(self) -> Shard:
@@ -96,13 +105,13 @@ class Checkpoint:
         return self._read(rank_file(rank))
 
     def _read(self, name: str) -> Shard:
-        fingerprint = _fingerprint(self.path / name)
+        fingerprint = fingerprint_of(self.path / name)
         if not fingerprint or self._verified.get(name) != fingerprint:
             self._check(name, verify_checksums=True)
         return read_shard(self.path / name)
 
     def _check(self, name: str, *, verify_checksums: bool) -> None:
-        fingerprint = _fingerprint(self.path / name)
+        fingerprint = fingerprint_of(self.path / name)
         self._manifest.files[name].check(self.path / name, verify_checksum=verify_checksums)
         if verify_checksums:
             self._verified[name] = fingerprint
@@ -175,13 +184,18 @@ def inspect_unfinished(sequence: int, path: Path) -> CheckpointInfo:
     return CheckpointInfo(sequence, path, "unfinished", reason, _size_bytes(path))
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """Reads the manifest of the checkpoint in a directory.
+
+    Raises:
+        CorruptCheckpointError, OtherFormatError, OSError: See `Checkpoint`.
+    """
     with file_errors(MANIFEST_FILE):
         content = (path / MANIFEST_FILE).read_bytes()
     return Manifest.from_bytes(content)
 
 
-def _fingerprint(path: Path) -> tuple[int, ...]:
+def fingerprint_of(path: Path) -> tuple[int, ...]:
     """Returns what changes when a file is written to; empty if the file cannot be looked at."""
     try:
         status = os.stat(path)

@@ -2,8 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from tfdist.checkpoint.checkpoint import (
     Checkpoint,
@@ -14,6 +17,7 @@ from tfdist.checkpoint.checkpoint import (
     list_checkpoints,
     list_unfinished,
 )
+from tfdist.checkpoint.direct_file import write_direct
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import CorruptCheckpointError, explained
 from tfdist.checkpoint.shard import Json, Shard
@@ -100,7 +104,8 @@ class CheckpointStore:
                 and the files of this one are removed.
             ValueError: If an argument is invalid.
         """
-        save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks, saving)
+        reused = self._reused_bytes()
+        save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks, saving, self._write, reused)
         with explained(f"Checkpoint {sequence} could not be written", self.directory, EARLIER_INTACT):
             saved = save.run(
                 rank_shard,
@@ -230,6 +235,18 @@ class CheckpointStore:
                     atomic_files.remove_leftover(path)
         return sorted([*removed, *unfinished])
 
+    def _write(self, path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
+        """Writes a file of a save, and returns its checksum."""
+        return write_direct(path, parts)
+
+    def _reused_bytes(self) -> int:
+        """Returns how many bytes a save writes to where earlier files were."""
+        return 0
+
+    def _discard(self, path: Path) -> None:
+        """Removes a checkpoint."""
+        atomic_files.remove(path)
+
     def _remove_old(self, sequence: int) -> None:
         """Removes checkpoints older than the `keep` newest complete ones, and unfinished saves before `sequence`."""
         try:
@@ -242,7 +259,7 @@ class CheckpointStore:
         if len(kept_sequences) == self._keep:
             for older, path in present.items():
                 if older < kept_sequences[0]:
-                    _try_to_remove(path, atomic_files.remove)
+                    _try_to_remove(path, self._discard)
         for older, _, path in unfinished:
             if older < sequence:
                 _try_to_remove(path, atomic_files.remove_leftover)

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+FileWriter = Callable[[Path, Iterable[npt.NDArray[Any]]], str]  # as `write_direct`
 _BLOCK_BYTES = 4096  # a multiple of the blocks of almost all disks; with others the page cache is used
 _STAGING_BYTES = 1 << 20  # small enough for the cache of a core
 # Buffers of earlier writes. A process that forks shares them with its child, which needs its own.
@@ -21,7 +22,7 @@ _spare: list[npt.NDArray[np.uint8]] = []
 os.register_at_fork(after_in_child=_spare.clear)
 
 
-def write_direct(path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
+def write_direct(path: Path, parts: Iterable[npt.NDArray[Any]], *, overwrite: bool = False) -> str:
     r"""Writes the bytes of `parts` to a new file and flushes it to the disk. Other threads run meanwhile.
 
     The page cache would cost a core several times as much: new pages, which are filled, written, and freed when the
@@ -30,12 +31,13 @@ def write_direct(path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
     Args:
         path: The file.
         parts: C-contiguous arrays, which follow each other in the file.
+        overwrite: Whether the file may exist. Then it is written to again, which takes no new memory or blocks.
 
     Returns:
         The XXH3 checksum as 32 hexadecimal digits. It is that of the memory, so it also detects an error of the write.
 
     Raises:
-        FileExistsError: If the file exists.
+        FileExistsError: If the file exists and shall not be overwritten.
         OSError: If the file cannot be written.
 
     >>> import tempfile
@@ -46,7 +48,7 @@ def write_direct(path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
     """
     checksum = xxhash.xxh3_128()
     staging, filled = _take_buffer(), 0
-    with open(path, "xb", buffering=0) as file:
+    with open(path, "r+b" if overwrite and path.exists() else "xb", buffering=0) as file:
         _set_direct(file, True)
         for part in parts:
             source = part.reshape(-1).view(np.uint8)
@@ -63,6 +65,7 @@ def write_direct(path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
         _write(file, staging[:blocks])
         _set_direct(file, False)
         _write(file, staging[blocks:filled])
+        file.truncate()
         os.fsync(file.fileno())
     _spare.append(staging)
     return checksum.hexdigest()

@@ -34,6 +34,10 @@ class SupersededError(CheckpointError):
     """Another process has taken over the training, so this one can commit no more checkpoints."""
 
 
+class HostError(CheckpointError):
+    """Another host, on whose disk or in whose memory parts of a checkpoint are, did not answer, or cannot give them."""
+
+
 def no_worker_files(location: str) -> ValueError:
     """Returns the error of a training whose workers write their own files into a checkpoint."""
     return ValueError(

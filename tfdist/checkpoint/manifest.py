@@ -15,7 +15,7 @@ from tfdist.checkpoint.shard import Json
 
 FORMAT = 3
 # Earlier versions of tfdist would take such checkpoints for corrupt ones.
-FORMAT_WITH_WORKER_FILES, FORMAT_WITH_MISSING_RANKS = 4, 5
+FORMAT_WITH_WORKER_FILES, FORMAT_WITH_MISSING_RANKS, FORMAT_ON_HOSTS = 4, 5, 6
 MANIFEST_FILE = "manifest.json"
 SHARED_FILE = "shared.safetensors"
 # TensorFlow's names of the two files of a bundle of tensors, here that of a task.
@@ -72,6 +72,14 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class HostFiles:
+    """The files of a checkpoint on the disk of one host."""
+
+    host: str  # its name, for messages
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`.
 
@@ -95,6 +103,14 @@ class Manifest:
     files: Mapping[str, FileRecord]  # `shared.safetensors`, each rank's file, and the files of workers
     metadata: Json  # of the writer, readable without reading tensors
     missing_ranks: tuple[int, ...] = ()  # which an elastic training had lost
+    # Where each host has its own disk: who had which files when they were saved, and those in this directory.
+    hosts: tuple[HostFiles, ...] = ()
+    here: tuple[str, ...] = ()
+
+    @property
+    def files_here(self) -> tuple[str, ...]:
+        """The names of the files that are in the directory of the manifest."""
+        return self.here if self.hosts else tuple(self.files)
 
     @property
     def saved_ranks(self) -> tuple[int, ...]:
@@ -109,7 +125,11 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Returns the content of the file."""
         content = asdict(self)
-        missing_ranks = content.pop("missing_ranks")
+        missing_ranks, hosts = content.pop("missing_ranks"), content.pop("hosts")
+        here = content.pop("here")
+        if hosts:
+            of_hosts = {"missing_ranks": missing_ranks, "hosts": hosts, "here": here}
+            return _with_checksum({"format": FORMAT_ON_HOSTS, **content, **of_hosts})
         if missing_ranks:
             return _with_checksum({"format": FORMAT_WITH_MISSING_RANKS, **content, "missing_ranks": missing_ranks})
         return _with_checksum({"format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT, **content})
@@ -123,15 +143,17 @@ class Manifest:
             OtherFormatError: If another version of tfdist wrote it.
         """
         content = _verified(data)
-        if content["format"] not in (FORMAT, FORMAT_WITH_WORKER_FILES, FORMAT_WITH_MISSING_RANKS):
+        if content["format"] not in (FORMAT, FORMAT_WITH_WORKER_FILES, FORMAT_WITH_MISSING_RANKS, FORMAT_ON_HOSTS):
             raise OtherFormatError(
                 "The checkpoint was written by another version of tfdist. Received: format "
-                f"{content['format']}. Expected: format {FORMAT} to {FORMAT_WITH_MISSING_RANKS}. Use that version, or "
+                f"{content['format']}. Expected: format {FORMAT} to {FORMAT_ON_HOSTS}. Use that version, or "
                 "choose another directory; nothing was read or changed."
             )
         records = {name: FileRecord(**record) for name, record in content["files"].items()}
         fields = {name: content[name] for name in ("sequence", "attempt", "num_ranks", "saved_at", "metadata")}
-        return cls(files=records, **fields, missing_ranks=tuple(content.get("missing_ranks", ())))
+        hosts = tuple(HostFiles(entry["host"], tuple(entry["files"])) for entry in content.get("hosts", ()))
+        missing_ranks, here = tuple(content.get("missing_ranks", ())), tuple(content.get("here", ()))
+        return cls(files=records, **fields, missing_ranks=missing_ranks, hosts=hosts, here=here)
 
 
 def _with_checksum(content: dict[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from tfdist.checkpoint.direct_file import write_direct
+from tfdist.checkpoint.direct_file import FileWriter, write_direct
 from tfdist.checkpoint.errors import CorruptCheckpointError
 from tfdist.utils.dtypes import dtype_named
 
@@ -100,8 +100,8 @@ def encode_shard(shard: Shard) -> EncodedShard:
     return EncodedShard(_encode_header(content), tuple(array for _, (_, array) in ordered))
 
 
-def write_shard(path: Path, encoded: EncodedShard) -> str:
-    """Writes a shard to a new file and flushes it to the disk. Other threads run while it is written.
+def write_shard(path: Path, encoded: EncodedShard, write: FileWriter = write_direct) -> str:
+    """Writes a shard to a new file by `write`, and flushes it to the disk. Other threads run while it is written.
 
     Returns:
         The XXH3 checksum of the content, see `write_direct`.
@@ -111,7 +111,7 @@ def write_shard(path: Path, encoded: EncodedShard) -> str:
         FileExistsError: If the file exists.
     """
     header = np.frombuffer(encoded.header, np.uint8)
-    return write_direct(path, (header, *encoded.tensors))
+    return write(path, (header, *encoded.tensors))
 
 
 def read_shard(path: Path) -> Shard:

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tfdist.checkpoint.checkpoint import UNFINISHED_PREFIX, Checkpoint, directory_name
+from tfdist.checkpoint.checkpoint import Checkpoint, directory_name, unfinished_name
+from tfdist.checkpoint.direct_file import FileWriter, write_direct
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
@@ -102,8 +103,14 @@ class ShardedSave:
         rank: int,
         num_ranks: int,
         saving: SavingRanks | None = None,
+        write: FileWriter = write_direct,
+        reused_bytes: int = 0,
     ) -> None:
-        """Describes the save; by default all ranks save, and rank 0 is the chief."""
+        """Describes the save; by default all ranks save, and rank 0 is the chief.
+
+        `write` writes files of shards, `reused_bytes` of them to where other files were.
+        """
+        self._write, self._reused_bytes = write, reused_bytes
         check_save(sequence, attempt, rank, num_ranks)
         self._directory = directory
         self._sequence = sequence
@@ -112,7 +119,7 @@ class ShardedSave:
         self._num_ranks = num_ranks
         self._saving = SavingRanks(tuple(range(num_ranks))) if saving is None else saving
         self._is_chief = rank == self._saving.chief
-        self._unfinished = directory / f"{UNFINISHED_PREFIX}{sequence:010d}-{attempt}"
+        self._unfinished = directory / unfinished_name(sequence, attempt)
 
     def run(
         self,
@@ -148,7 +155,7 @@ class ShardedSave:
             self._check_space(sum(part.size_bytes for part in parts.values()) + worker_bytes)
             atomic_files.make_directory(self._unfinished)
             records = {
-                name: FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
+                name: FileRecord(part.size_bytes, write_shard(self._unfinished / name, part, self._write))
                 for name, part in parts.items()
             }
             if worker_files is not None:
@@ -211,7 +218,7 @@ class ShardedSave:
 
     def _check_space(self, needed_bytes: int) -> None:
         atomic_files.make_directory(self._directory)
-        free = shutil.disk_usage(self._directory).free
+        free = shutil.disk_usage(self._directory).free + self._reused_bytes
         if free < needed_bytes + _RESERVE_BYTES:
             raise CheckpointError(
                 f"Not enough disk space for checkpoint {self._sequence}. Received: {free:,} bytes free in "

@@ -18,6 +18,7 @@ from tfdist.cluster.wait_for_peers import wait_for_peers, why_unreachable
 
 __all__ = [
     "LOST_RUN_EXIT_CODE",
+    "MEMORY_VARIABLE",
     "PREEMPTED_EXIT_CODE",
     "SEED_VARIABLE",
     "ClusterConfig",
@@ -44,6 +45,9 @@ PREEMPTED_EXIT_CODE = 75
 
 EX_TEMPFAIL of sysexits.h. Shells, Python and TensorFlow do not use it.
 """
+
+MEMORY_VARIABLE = "TFDIST_MEMORY"
+"""The environment variable by which `tfdist run` tells its workers a directory in memory that outlives them."""
 
 LOST_RUN_EXIT_CODE = 69
 """`tfdist run --nodes` has lost the connection to the other nodes: start it again to rejoin them.

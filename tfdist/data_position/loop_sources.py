@@ -38,8 +38,8 @@ def source_of_loop(data: Any, strategy: Any, *, replay: bool) -> DatasetSource:
         return _ReplayedSource(data, strategy)
     raise ValueError(
         f"This data has no position at which a loop could resume. Received: {type(data).__name__}. Expected: a "
-        "`tf.data.Dataset`, a sequence, a dataset of Grain, or an iterable with `state_dict` and `load_state_dict` or `get_state` and "
-        "`set_state`. If a generator yields the same batches in every run, `replay_data=True` draws them again; of a "
+        "`tf.data.Dataset`, a sequence, a dataset of Grain, or an iterable with `state_dict` and `load_state_dict` or "
+        "`get_state` and `set_state`. If a generator yields the same batches in every run, `replay_data=True` draws them again; of a "
         "`PyDataset`, draw the numbers of its batches: `range(len(data))`."
     )
 

@@ -16,7 +16,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from tfdist.transport.handshake import Credentials
 from tfdist.transport.transport_errors import TransportError
 from tfdist.utils.cores_and_ports import host_and_port, listen_on_all_interfaces, naming_port
 
+TOKEN_VARIABLE = "TFDIST_TOKEN"
 HANDSHAKE_SECONDS = 10.0
+_TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
 _PAUSE_SECONDS = 0.05
 _MAX_PENDING = 256  # connections that have not proved the token yet
 _MAX_PENDING_PER_ADDRESS = 64
@@ -46,6 +48,25 @@ class Encryption:
         context.load_cert_chain(self.certificate, self.key)
         context.load_verify_locations(self.authority)
         return context.wrap_socket(connection, server_side=is_server)
+
+
+def encryption_of(environ: Mapping[str, str]) -> Encryption | None:
+    """Returns the certificates that the environment gives for TLS between workers; `None` without.
+
+    Raises:
+        ValueError: Some of the three variables are set and some are not, or a file is missing.
+    """
+    paths = [environ.get(name, "").strip() for name in _TLS_VARIABLES]
+    if not any(paths):
+        return None
+    missing = [name for name, path in zip(_TLS_VARIABLES, paths, strict=True) if not os.path.isfile(path)]
+    if missing:
+        raise ValueError(
+            f"TLS between workers needs three files. Received: {dict(zip(_TLS_VARIABLES, paths, strict=True))}, and no "
+            f"file for {', '.join(missing)}. Expected: the paths of this worker's certificate, its private key, and "
+            "the certificates of the authority, each in PEM. Set all three on every worker, or none."
+        )
+    return Encryption(*paths)
 
 
 @dataclasses.dataclass(frozen=True)

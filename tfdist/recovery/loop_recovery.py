@@ -25,6 +25,7 @@ from tfdist.recovery.recovery_warnings import (
     warn_signals_not_handled,
 )
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
+from tfdist.recovery.storage_tiers import StorageTiers
 from tfdist.recovery.trained_objects import ObjectStates, TrainedObjects, flat_objects
 from tfdist.recovery.training_saves import TrainingSaves, print_line
 from tfdist.recovery.training_state import TrainingState
@@ -234,7 +235,12 @@ class LoopRecovery:
         coordination = self._coordination = WorkerCoordination(rank, num_workers)
         coordination.wait_for_chief(timeout)
         self._training_saves = TrainingSaves(
-            self._store, coordination, self._state, background=self._background, on_end=cleanup.callback, of_loop=True
+            StorageTiers(self._store),
+            coordination,
+            self._state,
+            background=self._background,
+            on_end=cleanup.callback,
+            of_loop=True,
         )
         self._passes, self._is_save_asked, self._is_in_step = LoopPasses(self._source_of), False, False
         self._has_epochs = False

@@ -129,7 +129,10 @@ def warn_terminated_by_nan(step: int, directory: Any) -> None:
 
 
 def warn_not_saved(step: int, error: Exception) -> None:
-    """Logs that an object store did not take a checkpoint. Called in the thread that saves, where warnings get lost."""
+    """Logs that an object store, or memory, did not take a checkpoint.
+
+    Called in the thread that saves, where warnings get lost.
+    """
     _log.warning(
         "FailureRecovery: training continues without a checkpoint of step %d, and the next that is due is saved. "
         "Received: %s",

@@ -3,7 +3,7 @@
 import logging
 import time
 
-from tfdist.checkpoint import Checkpoint, CheckpointError, OtherFormatError, TrainingStore
+from tfdist.checkpoint import Checkpoint, CheckpointError, HostError, OtherFormatError, TrainingStore
 
 _TIMEOUT_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
@@ -50,7 +50,7 @@ def open_chosen_checkpoint(store: TrainingStore, sequence: int, rank: int) -> Ch
     while True:
         try:
             return store.open(sequence)
-        except OtherFormatError:
+        except (OtherFormatError, HostError):
             raise
         except CheckpointError as error:
             if rank == 0:

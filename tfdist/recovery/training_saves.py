@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tfdist.checkpoint import Checkpoint, RemoteStoreError, TrainingStore
+from tfdist.checkpoint import Checkpoint, CheckpointError, RemoteStoreError
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE
+from tfdist.host_storage.host_store import HostStore
 from tfdist.recovery.preemption import PreemptionHandler, exit_process
 from tfdist.recovery.recovery_warnings import warn_not_saved
-from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint
+from tfdist.recovery.resume import open_chosen_checkpoint
+from tfdist.recovery.storage_tiers import StorageTiers
 from tfdist.recovery.training_state import TrainingState
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 
@@ -29,7 +31,7 @@ class TrainingSaves:
     """Finds the checkpoint from which all workers resume, and saves in the background, on all workers alike.
 
     Args:
-        store: Where to save.
+        tiers: Where to save.
         coordination: The agreement of the workers.
         state: What is saved.
         background: Whether to write in the background.
@@ -39,12 +41,13 @@ class TrainingSaves:
     Attributes:
         attempt: A name of this attempt that no other has.
         first_sequence: The number of its first checkpoint.
+        restored_from: What is said of the place of the checkpoint that was chosen, if that is not the usual one.
         report: Called with the number and the step of each checkpoint that this worker has committed, if not None.
     """
 
     def __init__(
         self,
-        store: TrainingStore,
+        tiers: StorageTiers,
         coordination: Coordination,
         state: TrainingState,
         *,
@@ -52,13 +55,13 @@ class TrainingSaves:
         on_end: Callable[[Callable[[], object]], object],
         of_loop: bool = False,
     ) -> None:
-        self._store, self._coordination, self._state = store, coordination, state
+        self._tiers, self._coordination, self._state = tiers, coordination, state
         self._background, self._of_loop, self._on_end = background, of_loop, on_end
         self._writer = create_writer()
         self._is_locked = False
         self._next_sequence = self.first_sequence = 0
         self._committed: Any = None
-        self.attempt = ""
+        self.attempt = self.restored_from = ""
         self.report: Callable[[int, int], None] | None = None
 
     def choose(self) -> Checkpoint | None:
@@ -67,10 +70,12 @@ class TrainingSaves:
         Raises:
             CheckpointError: None is complete, or this worker cannot read it, or another process trains in the store.
         """
-        sequence, self.attempt = self._coordination.decide("resume", self._choose)
+        sequence, self.attempt, is_in_memory = self._coordination.decide("resume", self._choose)
+        store = self._tiers.chosen(is_in_memory=is_in_memory)
         if sequence is None:
             return None
-        checkpoint = open_chosen_checkpoint(self._store, sequence, self._coordination.rank)
+        self.restored_from = ", from memory" if is_in_memory else ""
+        checkpoint = open_chosen_checkpoint(store, sequence, self._coordination.rank)
         self.join(self.attempt, sequence + 1)
         return checkpoint
 
@@ -86,18 +91,21 @@ class TrainingSaves:
         rank_metadata: Callable[[], Json],
         *,
         model: Any = None,
+        to_memory: bool = False,
         is_last: bool = False,
         must_succeed: bool = False,
     ) -> float | None:
         """Takes a snapshot, after waiting for the previous write, and starts to write it. All workers call this.
 
         An object store that does not answer is an error if this save `must_succeed`, else a warning: the next may.
+        So is a failure to write to memory.
 
         Args:
             progress: What `say_preempted` gets after it.
             metadata: What `tfdist checkpoints` shows, equal on all workers, as JSON; with "step".
             rank_metadata: Returns what belongs to this worker, as JSON, after all steps have ended.
             model: The model that `fit` trains.
+            to_memory: Whether to save to the memory of the hosts only.
             is_last: Whether all workers leave the training after it.
             must_succeed: Whether a store that does not answer is an error.
 
@@ -109,12 +117,15 @@ class TrainingSaves:
         if saving is None:
             return None
         is_chief, step = saving.chief == rank, metadata["step"]
+        store = self._tiers.memory if to_memory else self._tiers.disk
+        assert store is not None
         sequence = self._coordination.sequence_of_save(self.first_sequence, self._next_sequence)
         self._state.wait_for_steps()
         started = time.perf_counter()
         own = rank_metadata()
         self._writer.wait()  # the next snapshot overwrites what it writes
-        snapshot = self._state.snapshot(own, is_chief=is_chief)
+        writes_shared = is_chief or (isinstance(store, HostStore) and store.leads)
+        snapshot = self._state.snapshot(own, is_chief=writes_shared)
         self._next_sequence = sequence + 1
         if is_chief and not self._is_locked:
             with contextlib.suppress(RemoteStoreError):  # the save takes it, or fails likewise
@@ -123,7 +134,7 @@ class TrainingSaves:
         def write() -> None:
             snapshot.finish()
             try:
-                saved = self._store.save(
+                saved = store.save(
                     sequence,
                     self.attempt,
                     rank=rank,
@@ -134,8 +145,8 @@ class TrainingSaves:
                     worker_files=snapshot.worker_files,
                     saving=saving,
                 )
-            except RemoteStoreError as error:
-                if must_succeed:
+            except CheckpointError as error:
+                if must_succeed or not (to_memory or isinstance(error, RemoteStoreError)):
                     raise
                 warn_not_saved(step, error)
                 return
@@ -183,15 +194,15 @@ class TrainingSaves:
         saved = "saved" if self._committed == progress else "not saved"
         say(f"preempted: {saved} after step {step}; exit code {PREEMPTED_EXIT_CODE}")
 
-    def _choose(self) -> tuple[int | None, str]:
-        """Returns the checkpoint from which to resume, and a unique name of this attempt. Called on the chief."""
+    def _choose(self) -> tuple[int | None, str, bool]:
+        """Returns the checkpoint from which to resume, a unique name of this attempt, and whether it is in memory."""
         self._lock()
-        self._state.check_workers_see(self._store)
-        checkpoint = choose_checkpoint(self._store, of_loop=self._of_loop)
-        return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
+        self._state.check_workers_see(self._tiers.disk)
+        sequence, is_in_memory = self._tiers.choose(of_loop=self._of_loop)
+        return sequence, secrets.token_hex(8), is_in_memory
 
     def _lock(self, *, take_over: bool = False) -> None:
-        writer, lock = self._writer, self._store.lock()
+        writer, lock = self._writer, self._tiers.disk.lock()
         if take_over:
             lock.take_over()
         else:

@@ -145,6 +145,15 @@ class WorkerCoordination:
             with contextlib.suppress(tf.errors.OpError):  # the chief may exit before this worker gets the answer
                 self.arrive("exits")
 
+    def send(self, to: int, name: str, value: Any) -> None:
+        """Sends `value`, any JSON, to one worker."""
+        key_values.publish(f"{self._prefix}/{name}/{self.rank} to {to}", json.dumps(value), only_for=to)
+
+    def receive(self, sender: int, name: str, timeout_seconds: float) -> Any:
+        """Waits for what a worker has sent to this one; returns None if it has sent nothing in time."""
+        key = f"{self._prefix}/{name}/{sender} to {self.rank}"
+        return json.loads(key_values.take(key)) if key_values.is_published(key, timeout_seconds) else None
+
     def arrive(self, name: str) -> None:
         """Reports that this worker has reached `name`."""
         self.set(f"{name}/{self.rank}", True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launch.processes.control_socket import ControlSocket
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor, MembershipChanges
-from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
+from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans, memory_directory
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
 from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.run_status import RunStatus
@@ -55,7 +55,7 @@ class AttemptLoop:
         """
         become_subreaper()
         spared = child_pids()
-        self._reaper = OrphanReaper()
+        self._reaper = OrphanReaper(memory_directory())
         self._spared = {*spared, self._reaper.pid}
         self._spares = WarmSpares(self._command, self._spare_count)
         try:

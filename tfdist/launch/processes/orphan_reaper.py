@@ -4,27 +4,38 @@ The kernel kills the workers when the launcher dies (see `linux_syscalls.die_wit
 """
 
 import contextlib
+import functools
 import os
+import secrets
+import shutil
 import signal
+import time
 from collections.abc import Container
+from pathlib import Path
 
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.utils.linux_syscalls import fork
 
+_SHARED_MEMORY = "/dev/shm"
+_REMOVAL_SECONDS, _PAUSE_SECONDS = 10.0, 0.05
+
 
 class OrphanReaper:
-    """A fork of the launcher that kills process groups when the launcher dies.
+    """A fork of the launcher that kills process groups, and frees the memory of the run, when the launcher dies.
 
     The fork reads a pipe from the launcher. When the pipe is closed, however the launcher ended, it kills all groups
-    that are still registered. Create it while the launcher has one thread.
+    that are still registered, and removes what the workers kept in shared memory. Create it while the launcher has one
+    thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Path | None = None) -> None:
+        """Starts the fork, which also removes the directory `memory` at the end."""
         reader, self._writer = os.pipe()
         self.pid = fork()
         if self.pid == 0:
             try:
                 _reap_when_closed(reader)
+                _remove(memory)
             finally:
                 os._exit(0)
         os.close(reader)
@@ -76,6 +87,21 @@ def _reap_when_closed(reader: int) -> None:
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
+
+
+@functools.cache
+def memory_directory() -> Path | None:
+    """Returns where the workers of this launcher may keep what outlives them; None if there is no shared memory."""
+    if not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        return None
+    return Path(_SHARED_MEMORY, f"tfdist-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
+
+
+def _remove(memory: Path | None) -> None:
+    end = time.monotonic() + _REMOVAL_SECONDS
+    while memory is not None and memory.exists() and time.monotonic() < end:
+        shutil.rmtree(memory, ignore_errors=True)
+        time.sleep(_PAUSE_SECONDS)  # a worker that is being killed may still write
 
 
 def kill_orphans(*, spared: Container[int]) -> None:

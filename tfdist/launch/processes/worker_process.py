@@ -9,8 +9,9 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tfdist.cluster import SEED_VARIABLE, ClusterConfig, ClusterSpec
+from tfdist.cluster import MEMORY_VARIABLE, SEED_VARIABLE, ClusterConfig, ClusterSpec
 from tfdist.cluster.heartbeat import VARIABLE
+from tfdist.launch.processes.orphan_reaper import memory_directory
 from tfdist.launch.processes.run_policy import AttemptStart
 from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec, count_computing
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
@@ -175,6 +176,8 @@ class WorkerEnvironments:
             "TFDIST_ATTEMPT": str(start.attempt),
             "TFDIST_FULL_WORKERS": str(start.full_workers),
         }
+        if (memory := memory_directory()) is not None:
+            common[MEMORY_VARIABLE] = str(memory)
         if self._spec.elastic is not None:
             common[_ELASTIC] = "1"
         if start.beginning is not None:
