@@ -122,9 +122,13 @@ def test_unfinished_saves_are_removed(make_store, save, assert_complete):
     with pytest.raises(CheckpointError, match=r"Rank 1 has not written a part of the checkpoint within 0.01 s"):
         save(hasty, 2, num_ranks=2, ranks=[0])
     assert (3, "unfinished") in statuses(hasty)
-    make_store().remove_unfinished("a")
+    following = make_store()
+    lock = following.lock()
+    lock.acquire()
+    following.remove_unfinished("a")
     assert (3, "unfinished") in statuses(hasty)
-    make_store().remove_unfinished("b")
+    following.remove_unfinished("b")
+    lock.release()
     assert statuses(make_store()) == [(1, "complete")]
     assert_complete(make_store().newest()[0], 1)
 

@@ -11,10 +11,13 @@ class Killed(BaseException):
 
 
 class World:
-    """The objects, and requests that reach them later. `honours`: whether creations of what is there fail."""
+    """The objects, and requests that reach them later.
 
-    def __init__(self, seed: int = 0, *, honours: bool = True) -> None:
-        self.random, self.honours = random.Random(seed), honours
+    `honours`: whether creations of what is there fail. `old_lists`: how often a list is an old one.
+    """
+
+    def __init__(self, seed: int = 0, *, honours: bool = True, old_lists: float = 0.6) -> None:
+        self.random, self.honours, self.old_lists = random.Random(seed), honours, old_lists
         self.objects: dict[str, bytes] = {}
         self.now = 0.0
         self.faults = 0
@@ -30,14 +33,16 @@ class World:
                 self.apply(*request[1:])
 
     def apply(self, path: str, content: bytes, mode: str) -> bool:
-        """Writes an object; returns whether the condition allowed it."""
+        """Writes or removes an object; returns whether that was possible."""
+        if mode == "remove":
+            return self.objects.pop(path, None) is not None
         if mode == "create" and self.honours and path in self.objects:
             return False
         self.objects[path] = content
         return True
 
     def arrive_later(self, path: str, content: bytes, mode: str) -> None:
-        """Writes an object within the next minute."""
+        """Writes or removes an object within the next minute."""
         self._late.append((self.now + self.random.uniform(0, 60), path, content, mode))
 
     def list(self, path: str) -> dict[str, dict[str, int]]:
@@ -48,7 +53,7 @@ class World:
         old = self._old_lists.get(path)
         if old is None or self.random.random() < 0.3:
             self._old_lists[path] = present
-        return old if old is not None and self.random.random() < 0.6 else present
+        return old if old is not None and self.random.random() < self.old_lists else present
 
 
 class FaultyFileSystem:
@@ -68,6 +73,14 @@ class FaultyFileSystem:
         return self.world.objects[path][start:end]
 
     def pipe_file(self, path: str, content: bytes, mode: str = "overwrite") -> None:
+        if not self._change(path, content, mode):
+            raise FileExistsError(path)
+
+    def rm_file(self, path: str) -> None:
+        if not self._change(path, b"", "remove"):
+            raise FileNotFoundError(path)
+
+    def _change(self, path: str, content: bytes, mode: str) -> bool:
         kind = self.world.random.choice(["not at all", "lost reply", "late"])
         try:
             self._request("reset")
@@ -77,16 +90,10 @@ class FaultyFileSystem:
             elif kind == "late":
                 self.world.arrive_later(path, content, mode)
             raise
-        is_written = self.world.apply(path, content, mode)
+        is_done = self.world.apply(path, content, mode)
         if self.requests_left == 0 and self.world.random.random() < 0.5:
             raise Killed  # before the reply
-        if not is_written:
-            raise FileExistsError(path)
-
-    def rm_file(self, path: str) -> None:
-        self._request("503")
-        if self.world.objects.pop(path, None) is None:
-            raise FileNotFoundError(path)
+        return is_done
 
     def find(self, path: str, detail: bool) -> dict[str, dict[str, int]]:
         assert detail

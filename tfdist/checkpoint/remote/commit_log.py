@@ -36,6 +36,14 @@ def newest_epoch(objects: Objects) -> int:
     return _last(lambda epoch: objects.get(epoch_key(epoch), 1) is not None)
 
 
+def last_position(objects: Objects) -> Position:
+    """Returns the position of the last commit or seal, also if it is removed."""
+    for epoch in range(newest_epoch(objects), 0, -1):
+        if index := _last_index(objects, epoch):
+            return Position(epoch, index)
+    return Position(0, 0)
+
+
 def create_epoch(objects: Objects, owner: bytes, after: int) -> bool:
     """Creates the epoch after another one, unless somebody else has, and ends all earlier ones.
 
@@ -73,6 +81,27 @@ def commits(objects: Objects) -> Iterator[tuple[Position, bytes]]:
 def mark_removed(objects: Objects, position: Position, *, with_older: bool) -> None:
     """Makes readers skip a commit, or it and all older ones. The object stays: numbers have no gaps."""
     objects.put(position.key, _REMOVED_WITH_OLDER if with_older else _REMOVED)
+
+
+def fill_gaps(objects: Objects) -> None:
+    """Makes numbers dense again of which objects are gone: a rule of the bucket may expire the oldest ones.
+
+    All numbers below one that was listed are used, so nobody can commit under what is filled in.
+
+    Raises:
+        RemoteStoreError: If the store does not answer.
+    """
+    epochs = {int(key.removeprefix("epochs/")) for key in objects.sizes("epochs")}
+    numbers: dict[int, set[int]] = {}
+    for key in objects.sizes("commits"):
+        epoch, number = map(int, key.removeprefix("commits/").split("-"))
+        numbers.setdefault(epoch, set()).add(number)
+    last = max([*epochs, *numbers], default=0)
+    gaps = {epoch_key(epoch): b"{}" for epoch in range(1, last + 1) if epoch not in epochs}
+    for epoch, present in numbers.items():
+        gaps |= {Position(epoch, number).key: _REMOVED for number in range(1, max(present)) if number not in present}
+    for key, content in gaps.items():  # if a list was old, it is there
+        objects.create(key, content)
 
 
 class EpochWriter:

@@ -16,6 +16,7 @@ from tfdist.checkpoint.errors import RemoteStoreError
 from tfdist.utils.optional_modules import import_library
 
 PATIENCE_SECONDS = 120.0
+_REQUEST_SECONDS, _SHORTEST_REQUEST_SECONDS = 60.0, 2.0
 _PATIENCE_AT_EXIT_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 8.0
 # Their libraries send the condition of a creation to the server. Others look first and write then, or refuse.
@@ -125,7 +126,7 @@ class Objects:
         """
         # `start=0` makes s3fs send one request; without, it looks up the size before, also in old lists.
         try:
-            content = self._repeat("read", key, lambda path, fs: fs.cat_file(path, start=0, end=size))
+            content = self._repeat("read", key, lambda path, fs, limit: fs.cat_file(path, start=0, end=size, **limit))
         except FileNotFoundError:
             return None
         return bytes(content)
@@ -136,7 +137,7 @@ class Objects:
         Raises:
             RemoteStoreError: If it is not known to be written. It may be, also later.
         """
-        self._repeat("written", key, lambda path, fs: _write(fs, path, content))
+        self._repeat("written", key, lambda path, fs, limit: _write(fs, path, content, **limit))
 
     def create(self, key: str, content: bytes) -> bytes | None:
         """Writes an object unless there is one.
@@ -154,7 +155,7 @@ class Objects:
                 self.put(key, content)
             return None if there in (None, content) else there
         with contextlib.suppress(FileExistsError):
-            self._repeat("created", key, lambda path, fs: _write(fs, path, content, mode="create"))
+            self._repeat("created", key, lambda path, fs, limit: _write(fs, path, content, mode="create", **limit))
             return None
         there = self.get(key)
         if there is None:
@@ -171,7 +172,7 @@ class Objects:
             RemoteStoreError: If the store does not answer.
         """
         with contextlib.suppress(FileNotFoundError):
-            self._repeat("removed", key, lambda path, fs: fs.rm_file(path))
+            self._repeat("removed", key, lambda path, fs, limit: fs.rm_file(path, **limit))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Lists the keys below a prefix with their sizes. A list may be old: it decides nothing.
@@ -181,11 +182,11 @@ class Objects:
         """
         root = self.root.lstrip("/")
 
-        def find(path: str, file_system: Any) -> dict[str, int]:
+        def find(path: str, file_system: Any, limit: dict[str, float]) -> dict[str, int]:
             file_system.invalidate_cache()
             return {
                 name.lstrip("/").removeprefix(f"{root}/"): int(entry.get("size") or 0)
-                for name, entry in file_system.find(path, detail=True).items()
+                for name, entry in file_system.find(path, detail=True, **limit).items()
             }
 
         try:
@@ -218,12 +219,12 @@ class Objects:
                 self.root,
             )
 
-    def _repeat(self, action: str, key: str, request: Callable[[str, Any], Any]) -> Any:
+    def _repeat(self, action: str, key: str, request: Callable[[str, Any, dict[str, float]], Any]) -> Any:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             started = self.clock()
             try:
-                return request(self._path(key), self.connection.file_system)
+                return request(self._path(key), self.connection.file_system, self._limit())
             except (FileNotFoundError, FileExistsError, *_MISTAKES):
                 raise
             except Exception as error:
@@ -244,17 +245,26 @@ class Objects:
             self._trouble.seconds += pause
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
+    def _limit(self) -> dict[str, float]:
+        """Returns the argument of fsspec that ends a request without a reply, if the library has it.
+
+        Those of the library do not suffice: that of S3 waits without end for the permission to send what it writes.
+        """
+        left = max(self._patience_seconds - self._trouble.seconds, _SHORTEST_REQUEST_SECONDS)
+        has_limit = getattr(self.connection.file_system, "async_impl", False)
+        return {"timeout": min(_REQUEST_SECONDS, left)} if has_limit else {}
+
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
 
 
-def _write(file_system: Any, path: str, content: bytes, **mode: str) -> None:
+def _write(file_system: Any, path: str, content: bytes, **options: Any) -> None:
     try:
-        file_system.pipe_file(path, content, **mode)
+        file_system.pipe_file(path, content, **options)
     except FileNotFoundError as error:  # of the bucket, not of the object
         raise OSError(str(error)) from error
     except OSError as error:
         # A refused condition without its name in the reply is an "invalid argument" for s3fs.
-        if mode and error.errno == errno.EINVAL:
+        if "mode" in options and error.errno == errno.EINVAL:
             raise FileExistsError(path) from error
         raise

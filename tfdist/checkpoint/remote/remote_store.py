@@ -17,7 +17,14 @@ from tfdist.checkpoint.errors import (
     no_worker_files,
 )
 from tfdist.checkpoint.manifest import FileRecord, Manifest, rank_file
-from tfdist.checkpoint.remote.commit_log import EpochWriter, Position, commits, mark_removed
+from tfdist.checkpoint.remote.commit_log import (
+    EpochWriter,
+    Position,
+    commits,
+    last_position,
+    mark_removed,
+    newest_epoch,
+)
 from tfdist.checkpoint.remote.parts import block_sizes, folder_of, remove_folder, upload_part
 from tfdist.checkpoint.remote.remote_checkpoint import RemoteCheckpoint
 from tfdist.checkpoint.remote.remote_objects import Objects, connect
@@ -174,18 +181,21 @@ class RemoteStore:
             RemoteStoreError: If the store does not answer.
             OtherFormatError: If a newer checkpoint has another format.
         """
-        objects, skipped = self._objects.for_operation(), []
-        for position, content in commits(objects):
-            try:
-                checkpoint = RemoteCheckpoint(self._objects, Manifest.from_bytes(content), read_all=True)
-            except CorruptCheckpointError as error:
-                if _is_present(objects, position):  # else it was removed meanwhile
-                    skipped.append(f"{_name_of(position, content)}: {error}")
-            else:
-                self._known_complete.add(position)
-                self._verified = checkpoint
-                return checkpoint, skipped
-        return None, skipped
+        objects = self._objects.for_operation()
+        while True:
+            last, skipped = last_position(objects), []
+            for position, content in commits(objects):
+                try:
+                    checkpoint = RemoteCheckpoint(self._objects, Manifest.from_bytes(content), read_all=True)
+                except CorruptCheckpointError as error:
+                    if _is_present(objects, position):  # else it was removed meanwhile
+                        skipped.append(f"{_name_of(position, content)}: {error}")
+                else:
+                    self._known_complete.add(position)
+                    self._verified = checkpoint
+                    return checkpoint, skipped
+            if last_position(objects) == last:  # else a training may have saved later ones, and removed all these
+                return None, skipped
 
     def open(self, sequence: int) -> Checkpoint:
         """Opens one checkpoint. Its files are copied and verified when they are read.
@@ -243,26 +253,46 @@ class RemoteStore:
     def remove_unfinished(self, current_attempt: str | None = None) -> None:
         """Removes the parts of unfinished saves of earlier attempts. Logs what cannot be removed.
 
+        Does nothing if this object does not own the run, or another process has taken it over.
+
         Args:
             current_attempt: The saves of this attempt stay; other ranks may have begun them.
         """
+        objects = self._objects.for_operation(_CLEANING_PATIENCE_SECONDS)
         try:
-            for folder in self._unfinished(current_attempt):
-                remove_folder(self._objects.for_operation(_CLEANING_PATIENCE_SECONDS), folder)
-        except RemoteStoreError as error:
+            unfinished = self._unfinished(current_attempt)
+            writer = self._ownership.writer
+            if writer is None or newest_epoch(objects) != writer.epoch:
+                return  # a later owner may have begun them
+            for folder in unfinished:
+                remove_folder(objects, folder)
+        except (RemoteStoreError, OtherFormatError) as error:
             _log.warning("Unfinished saves could not be removed: %s", error)
 
     def prune(self, keep: int, *, dry_run: bool = False) -> list[Path]:
         """Removes unfinished saves and all but the `keep` newest complete checkpoints, see `CheckpointStore.prune`.
 
+        It takes the run over meanwhile: what a training was uploading would be incomplete when it is committed.
+
         Returns:
             The names of what was removed, or would be.
 
         Raises:
+            CheckpointError: If a training saves there.
             RemoteStoreError: If the store does not answer.
             ValueError: If `keep` is invalid.
         """
         check_whole_number("keep", keep, at_least=1)
+        if dry_run or self._ownership.is_held:
+            return self._prune(keep, dry_run=dry_run)
+        lock = self.lock()
+        lock.acquire(BEAT_SECONDS)
+        try:
+            return self._prune(keep, dry_run=False)
+        finally:
+            lock.release()
+
+    def _prune(self, keep: int, *, dry_run: bool) -> list[Path]:
         objects = self._objects.for_operation()
         sizes = objects.sizes("parts")
         old: list[tuple[Position, bytes]] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from tfdist.checkpoint.directory_lock import LOCK_TIMEOUT_SECONDS
 from tfdist.checkpoint.errors import CheckpointError, RemoteStoreError, SupersededError
-from tfdist.checkpoint.remote.commit_log import EpochWriter, create_epoch, epoch_key, newest_epoch
+from tfdist.checkpoint.remote.commit_log import EpochWriter, create_epoch, epoch_key, fill_gaps, newest_epoch
 from tfdist.checkpoint.remote.remote_objects import Objects
 
 BEAT_SECONDS = 10.0
@@ -58,8 +58,7 @@ class RunOwnership:
             CheckpointError: If another process had the right all the time; the message names it.
             RemoteStoreError: If the store does not answer.
         """
-        self._objects.for_operation(_START_PATIENCE_SECONDS).probe()
-        objects, end, has_logged = self._objects.for_operation(), self._objects.clock() + timeout_seconds, False
+        objects, end, has_logged = self._prepared(), self._objects.clock() + timeout_seconds, False
         while True:
             epoch = newest_epoch(objects)
             owner = _owner_of(objects, epoch)
@@ -85,8 +84,7 @@ class RunOwnership:
             CheckpointError: If other processes take it again and again.
             RemoteStoreError: If the store does not answer.
         """
-        self._objects.for_operation(_START_PATIENCE_SECONDS).probe()
-        objects = self._objects.for_operation()
+        objects = self._prepared()
         for _ in range(_MAX_RACES):
             if self._begin(objects, after=newest_epoch(objects)):
                 return
@@ -103,6 +101,12 @@ class RunOwnership:
         if writer is not None and not writer.is_superseded:
             with contextlib.suppress(RemoteStoreError):  # the next owner waits
                 self._objects.for_operation(10.0).put(_beat_key(writer.epoch), _RELEASED)
+
+    def _prepared(self) -> Objects:
+        self._objects.for_operation(_START_PATIENCE_SECONDS).probe()
+        objects = self._objects.for_operation()
+        fill_gaps(objects)
+        return objects
 
     def _begin(self, objects: Objects, *, after: int) -> bool:
         owner = {**_this_process(), "token": secrets.token_hex(16)}  # unique: whose creation it was must be clear
