@@ -20,8 +20,8 @@ def source_of_loop(data: Any, strategy: Any, *, replay: bool) -> DatasetSource:
 
     Args:
         data: A `tf.data.Dataset`, plain or distributed; a dataset of Grain or torchdata's `StatefulDataLoader`, whose
-            batches become tensors, divided among the replicas; another iterable with `state_dict` and `load_state_dict` or
-            `get_state` and `set_state`; a sequence; or, with `replay`, any iterable.
+            batches become tensors, divided among the replicas; another iterable with `state_dict` and
+            `load_state_dict` or `get_state` and `set_state`; a sequence; or, with `replay`, any iterable.
         strategy: That of the loop.
         replay: Whether data without a position is drawn again from its beginning.
 
@@ -39,8 +39,8 @@ def source_of_loop(data: Any, strategy: Any, *, replay: bool) -> DatasetSource:
     raise ValueError(
         f"This data has no position at which a loop could resume. Received: {type(data).__name__}. Expected: a "
         "`tf.data.Dataset`, a sequence, a dataset of Grain, or an iterable with `state_dict` and `load_state_dict` or "
-        "`get_state` and `set_state`. If a generator yields the same batches in every run, `replay_data=True` draws them again; of a "
-        "`PyDataset`, draw the numbers of its batches: `range(len(data))`."
+        "`get_state` and `set_state`. If a generator yields the same batches in every run, `replay_data=True` draws "
+        "them again; of a `PyDataset`, draw the numbers of its batches: `range(len(data))`."
     )
 
 
