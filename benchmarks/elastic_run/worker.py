@@ -47,9 +47,11 @@ class Notes(keras.callbacks.Callback):
         """Notes the step, and kills this process if it is its turn."""
         step = int(self.model.optimizer.iterations.numpy())
         self._note("step", step)
+        living = getattr(self._strategy, "living_ranks", ())
+        is_complete = not living or len(living) == self._strategy.num_workers  # that of before has joined
         for at, rank in self._kills:
             mark = self._folder / f"killed-{at}"
-            if step >= at and rank == self._rank and not mark.exists():
+            if step >= at and rank == self._rank and is_complete and not mark.exists():
                 mark.touch()
                 self._note("kill", step)
                 os.kill(os.getpid(), signal.SIGKILL)
