@@ -374,7 +374,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(_FILE.read_text()) if _FILE.exists() else {}
     if not arguments.from_json:
-        results["machine"] = machine_info()
+        results.setdefault("machines", {}).update(dict.fromkeys(arguments.parts, machine_info()))
         if "cost" in arguments.parts:
             results["cost"] = measure_cost(arguments.rounds)
         if "faults" in arguments.parts:

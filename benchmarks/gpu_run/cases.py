@@ -269,7 +269,7 @@ def _checked_gradients(machine: Machine) -> dict[str, Any]:
         outcomes.are_equal(ours, outcomes.arrays_of(folder, "elastic", rank), only="weight") for rank in range(1, 3)
     )
     row: dict[str, Any] = {"ok": facts["living"] == [3] and equal, "workers_equal": equal, "living": facts["living"]}
-    row |= {"note": "nobody is accused", "device": facts["device"][-5:]}
+    row |= {"note": "nobody is accused", "expected": "nobody", "device": facts["device"][-5:]}
     if not row["ok"]:
         row["error"] = f"so many trained, one after the other: {facts['living']}; equal weights: {equal}"
     return row

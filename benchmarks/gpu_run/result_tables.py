@@ -132,7 +132,7 @@ def _outcome(name: str, row: dict[str, Any]) -> list[str]:
     if name == "doctor":
         return [_cell(row["said"]), "", "a GPU"]
     if "note" in row:
-        return [row["note"], "", "trains, or an error"]
+        return [row["note"], "", row.get("expected", "trains, or an error")]
     return ["as one process", _number(row["difference"]), _number(row["allowed"])]
 
 
