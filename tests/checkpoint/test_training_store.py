@@ -1,4 +1,4 @@
-"""What every store promises: directories, own disks, memory, and S3, of which moto plays the server.
+"""What every store promises: directories, own disks, memory, S3 as moto plays it, and Azure as azurite does.
 
 Own disks of several hosts: `tests/host_storage`.
 """
@@ -7,6 +7,7 @@ import functools
 import secrets
 
 import pytest
+from azure_server import azure_server
 from optional_packages import require
 from s3_server import s3_server
 
@@ -22,7 +23,16 @@ def s3():
         yield server
 
 
-@pytest.fixture(params=["directory", "own disk", "memory", pytest.param("s3", marks=pytest.mark.long)])
+@pytest.fixture(scope="module")
+def azure():
+    with azure_server() as objects:
+        yield objects
+
+
+_SERVERS = [pytest.param(name, marks=pytest.mark.long) for name in ("s3", "azure")]
+
+
+@pytest.fixture(params=["directory", "own disk", "memory", *_SERVERS])
 def make_store(request, tmp_path):
     """Returns stores of one new place, each as another process would have it."""
     if request.param == "directory":
@@ -33,6 +43,9 @@ def make_store(request, tmp_path):
     if request.param == "memory":
         require("fsspec")
         return functools.partial(open_store, f"memory://bucket/{run}")
+    if request.param == "azure":
+        objects = request.getfixturevalue("azure")(run)
+        return lambda **options: RemoteStore(f"az://container/{run}", objects=objects, **options)
     objects = request.getfixturevalue("s3").objects("worker", run)
     return lambda **options: RemoteStore(f"s3://bucket/{run}", objects=objects, **options)
 

@@ -119,12 +119,13 @@ def is_terminated_by_nan(model: Any, callbacks: Iterable[Any], logs: Mapping[str
 
 
 def warn_terminated_by_nan(step: int, directory: Any) -> None:
-    """Warns that the last step was not saved, and explains how to continue."""
+    """Warns that the last step was not saved, and explains how to continue. `directory` may be an address."""
+    newest = "objects commits/*" if "://" in str(directory) else "directories ckpt-*"
     warn_always(
         f"TerminateOnNaN has ended the training, which is not marked as complete. Received: a loss that is not finite, "
         f"at step {step}. Expected: a finite loss. This step was not saved: when started again, the program resumes "
         f"from the newest earlier checkpoint in {str(directory)!r}. Fix the cause first. If the weights were damaged "
-        "earlier, remove the newest of the directories ckpt-* there, until training resumes early enough."
+        f"earlier, remove the newest of the {newest} there, until training resumes early enough."
     )
 
 

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(at_least=1, example=2),
         metavar="KEEP",
         help="remove all but the newest KEEP complete checkpoints, and corrupt and unfinished ones; verifies the "
-        "checksums of those that stay. Not while a training saves there",
+        "checksums of those that stay. Not while a training saves there, which an object store refuses",
     )
     parser.add_argument("--dry-run", action="store_true", help="with --prune: only say what would be removed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
