@@ -10,12 +10,11 @@ from typing import Any
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import check_strategies_early, warn_untested_on_tpu
 from tfdist.callbacks.weight_comparison import WeightComparison
-from tfdist.checkpoint import Checkpoint, TrainingStore, open_store
-from tfdist.cluster import MEMORY_VARIABLE, seed_of_run
+from tfdist.checkpoint import Checkpoint
+from tfdist.cluster import seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator, start_at_epoch, training_iterator
-from tfdist.host_storage.host_store import HostStore
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.model_state import optimizers_of
@@ -137,10 +136,14 @@ class FailureRecovery(LastCallback):
         if every_steps is None and every_seconds is None and every_epochs is None:
             every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
-        self._store: TrainingStore = (open_store if shared else HostStore)(
-            directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds
+        self._tiers = StorageTiers.open(
+            directory,
+            shared=shared,
+            memory_every_steps=memory_every_steps,
+            keep=keep,
+            peer_timeout_seconds=peer_timeout_seconds,
         )
-        self._tiers = StorageTiers(self._store, memory_every_steps, MEMORY_VARIABLE)
+        self._store = self._tiers.disk
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
         self._preemption: PreemptionHandler | None = None

@@ -92,7 +92,7 @@ def test_without_the_launcher_nothing_is_kept_in_memory(tmp_path, monkeypatch, u
     monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
     with caplog.at_level(logging.WARNING, "tfdist"):
         assert_same(fit(tmp_path, memory_every_steps=1), undisturbed)
-    assert "FailureRecovery saves nothing to memory. Received: memory_every_steps=1, and no memory" in caplog.text
+    assert "Nothing is saved to the memory of the hosts. Received: memory_every_steps=1, and no memory" in caplog.text
 
 
 def test_an_invalid_interval_is_an_error(tmp_path):

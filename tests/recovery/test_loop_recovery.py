@@ -12,6 +12,7 @@ from gan_loop import EPOCHS, STEPS, differences
 from launched_runs import launch
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore
+from tfdist.cluster import MEMORY_VARIABLE
 from tfdist.keras_internals.seed_generators import forget_global_seed_generator
 from tfdist.recovery import LoopRecovery
 from tfdist.recovery.resume import choose_checkpoint
@@ -108,6 +109,33 @@ def drawn():
 class Drawn:
     def __iter__(self):
         return drawn()
+
+
+def test_the_newest_state_is_in_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path / "memory"))
+    total = tf.Variable(0.0)
+
+    def train(stop=None):
+        total.assign(0.0)
+        options = {"state": {"total": total}, "memory_every_steps": 2, "every_steps": 5, "verbose": True}
+        with loop(tmp_path / "disk", background=False, **options) as recovery:
+            for step, number in recovery.steps(range(8)):
+                total.assign_add(number)
+                if step == stop:
+                    raise Interrupted
+        return float(total)
+
+    for stop, resumed in ((4, "4, from memory"), (6, "5\n")):  # saves after 4 steps to memory, after 5 to the disk
+        with pytest.raises(Interrupted):
+            train(stop)
+        if stop == 6:
+            next((tmp_path / "memory").rglob("shared.safetensors")).write_bytes(b"damaged")
+        capsys.readouterr()
+        with pytest.raises(Interrupted):
+            train(int(resumed[0]))
+        assert f"resuming in epoch 1, after step {resumed}" in capsys.readouterr().out
+    assert train() == sum(range(8))
+    assert not list((tmp_path / "memory").iterdir()), "the loop is saved"
 
 
 @pytest.mark.parametrize("data", [Loader, lambda: [5, 6, 7], lambda: range(4), Drawn])

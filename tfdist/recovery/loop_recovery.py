@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import Checkpoint, open_store
+from tfdist.checkpoint import Checkpoint
 from tfdist.cluster import seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.dataset_source import DatasetSource
@@ -95,6 +95,8 @@ class LoopRecovery:
         optimizer: Any = None,
         state: Mapping[str, Any] | None = None,
         strategy: Any = None,
+        shared: bool = True,
+        memory_every_steps: int | None = None,
         every_steps: int | None = None,
         every_seconds: float | None = None,
         every_epochs: int | None = None,
@@ -118,6 +120,8 @@ class LoopRecovery:
                 methods return and take None, bool, int, float, str, arrays, and lists, tuples and dicts of these.
             strategy: The strategy of the variables. By default that of the models, else the one in whose scope this is
                 called.
+            shared: Whether all workers share the disk of `directory`; if not, see `FailureRecovery`.
+            memory_every_steps: Save to the memory of the hosts after this number of steps, too; see `FailureRecovery`.
             every_steps: Save after this number of steps.
             every_seconds: Save when the last save was this many seconds ago.
             every_epochs: Save at the end of every so many `epochs`. Defaults to 1 if no interval is given; a warning
@@ -141,7 +145,13 @@ class LoopRecovery:
         if every_steps is None and every_seconds is None and every_epochs is None:
             every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
-        self._store = open_store(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
+        self._tiers = StorageTiers.open(
+            directory,
+            shared=shared,
+            memory_every_steps=memory_every_steps,
+            keep=keep,
+            peer_timeout_seconds=peer_timeout_seconds,
+        )
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._verbose = verbose
         self._exit_requested = threading.Event()
@@ -229,19 +239,20 @@ class LoopRecovery:
         rank, num_workers = rank_and_num_workers(strategy, "LoopRecovery")
         _check_strategy(strategy)
         self._trained = TrainedObjects(self._objects, strategy)
-        timeout = self._store.peer_timeout_seconds
+        timeout = self._tiers.disk.peer_timeout_seconds
         states = ObjectStates(self._trained.with_state)
         self._state = TrainingState(self._trained, states, timeout_seconds=timeout)
         coordination = self._coordination = WorkerCoordination(rank, num_workers)
         coordination.wait_for_chief(timeout)
         self._training_saves = TrainingSaves(
-            StorageTiers(self._store),
+            self._tiers,
             coordination,
             self._state,
             background=self._background,
             on_end=cleanup.callback,
             of_loop=True,
         )
+        cleanup.callback(self._tiers.begin(coordination, strategy, os.environ, self._training_saves.drain))
         self._passes, self._is_save_asked, self._is_in_step = LoopPasses(self._source_of), False, False
         self._has_epochs = False
         self._learning_rates = InitialLearningRates(self._trained.optimizers())
@@ -252,6 +263,7 @@ class LoopRecovery:
             self._resume(checkpoint)
         self._learning_rates.mark_trained()
         step = self._passes.steps
+        self._tiers.wait_until_all_have_read(step)
         self._schedule = SaveSchedule(self._interval, coordination, step)
         self._preemption = PreemptionHandler(coordination, requested=self._exit_requested)
         self._preemption.listen()
@@ -286,12 +298,15 @@ class LoopRecovery:
             warn=self._coordination.is_chief,
             change="assign it in the loop",
         )
-        self._say(f"resuming in epoch {position.epoch + 1}, after step {position.steps}")
+        self._say(
+            f"resuming in epoch {position.epoch + 1}, after step {position.steps}{self._training_saves.restored_from}"
+        )
 
     def _finish(self) -> None:
         if not self._passes.is_resuming and (self._is_save_asked or self._saved != self._progress()):
             self._save(must_succeed=True)
         self._training_saves.wait()
+        self._tiers.free_memory()
         self._preemption.close()
         if self._heartbeat is not None:
             self._heartbeat.phase("finished")
@@ -329,18 +344,20 @@ class LoopRecovery:
         if self._heartbeat is not None:
             self._heartbeat.step(step)
         # Ask all on every worker: all must find the same steps.
-        is_due = self._schedule.is_due(step)
-        self._save_if_due(self._ray_notices.is_due(step) or is_due)
+        is_due, is_due_in_memory = self._schedule.is_due(step), self._tiers.is_due(step)
+        self._save_if_due(self._ray_notices.is_due(step) or is_due, is_due_in_memory)
 
-    def _save_if_due(self, is_due: bool) -> None:
+    def _save_if_due(self, is_due: bool, is_due_in_memory: bool = False) -> None:
         is_preempted = self._preemption.is_due(self._passes.steps)
         if is_due or is_preempted or self._is_save_asked:
             self._save()
+        elif is_due_in_memory:
+            self._save(to_memory=True)
         if is_preempted:
             step = self._passes.steps
             self._training_saves.exit_preempted(self._preemption, (), self._progress(), step, self._say)
 
-    def _save(self, *, must_succeed: bool = False) -> None:
+    def _save(self, *, to_memory: bool = False, must_succeed: bool = False) -> None:
         progress, epoch = self._progress(), self._passes.epoch
         metadata = {
             "step": self._passes.steps,
@@ -349,10 +366,15 @@ class LoopRecovery:
             "drawn": self._drawn,
         }
         stalled = self._training_saves.save(
-            progress, metadata, lambda: {"position": self._passes.position().to_json()}, must_succeed=must_succeed
+            progress,
+            metadata,
+            lambda: {"position": self._passes.position().to_json()},
+            to_memory=to_memory,
+            must_succeed=must_succeed,
         )
-        self._schedule.saved()
-        self._saved, self._is_save_asked = progress, False
+        if not to_memory:
+            self._schedule.saved()
+            self._saved, self._is_save_asked = progress, False
         self.saves, self.stall_seconds = self.saves + 1, self.stall_seconds + (stalled or 0.0)
 
     def _progress(self) -> tuple[int, ...]:

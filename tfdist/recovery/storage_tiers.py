@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.checkpoint import Checkpoint, CheckpointError, TrainingStore
+from tfdist.checkpoint import Checkpoint, CheckpointError, TrainingStore, open_store
+from tfdist.cluster import MEMORY_VARIABLE
 from tfdist.host_storage.host_store import HostStore
 from tfdist.host_storage.hosts import gather
 from tfdist.host_storage.memory_store import MemoryStore
@@ -25,7 +26,6 @@ class StorageTiers:
     Args:
         disk: The store that outlives the run.
         memory_every_steps: After how many steps to save to the memory of the hosts; None: never.
-        memory_variable: The environment variable by which the launcher says where the memory of the run is.
 
     Attributes:
         disk: As given.
@@ -35,13 +35,32 @@ class StorageTiers:
         ValueError: If an argument is invalid.
     """
 
-    def __init__(self, disk: TrainingStore, memory_every_steps: int | None = None, memory_variable: str = "") -> None:
+    def __init__(self, disk: TrainingStore, memory_every_steps: int | None) -> None:
         if memory_every_steps is not None:
             check_whole_number("memory_every_steps", memory_every_steps, at_least=1)
         self.disk = disk
         self.memory: MemoryStore | None = None
-        self._every, self._variable = memory_every_steps, memory_variable
+        self._every = memory_every_steps
         self._step = 0
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        shared: bool,
+        memory_every_steps: int | None,
+        keep: int,
+        peer_timeout_seconds: float,
+    ) -> "StorageTiers":
+        """Returns the stores of a training that saves to a directory or an address; see `FailureRecovery`.
+
+        Raises:
+            ImportError: If the library for an address is not installed.
+            ValueError: If an argument is invalid.
+        """
+        open_disk = open_store if shared else HostStore
+        return cls(open_disk(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds), memory_every_steps)
 
     def begin(
         self, coordination: Coordination, strategy: Any, environ: Mapping[str, str], drain: Callable[[], None]
@@ -96,7 +115,7 @@ class StorageTiers:
         except CheckpointError as error:
             if in_memory is None:
                 raise
-            _log.warning("FailureRecovery restores from memory, since there is nothing newer: %s", error)
+            _log.warning("The state in memory is restored, since there is nothing newer: %s", error)
             on_disk = None
         if in_memory is not None and (on_disk is None or on_disk.sequence < in_memory.sequence):
             return in_memory.sequence, True
@@ -142,13 +161,13 @@ class StorageTiers:
 
     def _store_in_memory(self, coordination: Coordination, environ: Mapping[str, str]) -> MemoryStore | None:
         assert isinstance(coordination, WorkerCoordination)
-        folder, timeout = environ.get(self._variable, ""), self.disk.peer_timeout_seconds
+        folder, timeout = environ.get(MEMORY_VARIABLE, ""), self.disk.peer_timeout_seconds
         folders = gather(coordination, "memory of the run", folder, timeout)
         if not all(folders):
             if coordination.is_chief:
                 without = ", ".join(str(rank) for rank, path in enumerate(folders) if not path)
                 _log.warning(
-                    "FailureRecovery saves nothing to memory. Received: memory_every_steps=%d, and no memory that "
+                    "Nothing is saved to the memory of the hosts. Received: memory_every_steps=%d, and no memory that "
                     "outlives worker %s. Expected: workers that `tfdist run` has started, on hosts with /dev/shm.",
                     self._every,
                     without,
