@@ -46,8 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "servers": frozenset({"cluster"}),
     "callbacks": frozenset(
-        "checkpoint cluster collectives data_position host_storage internals load_balancing recovery training utils "
-        "versions".split()
+        "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()
     ),
     "recovery": frozenset(
         "checkpoint cluster collectives data_position host_storage internals training utils versions".split()
