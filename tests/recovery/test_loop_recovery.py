@@ -10,6 +10,7 @@ import tensorflow as tf
 from child_environment import run_python
 from gan_loop import EPOCHS, STEPS, differences
 from launched_runs import launch
+from optional_packages import require
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore
 from tfdist.cluster import MEMORY_VARIABLE
@@ -136,6 +137,24 @@ def test_the_newest_state_is_in_memory(tmp_path, monkeypatch, capsys):
         assert f"resuming in epoch 1, after step {resumed}" in capsys.readouterr().out
     assert train() == sum(range(8))
     assert not list((tmp_path / "memory").iterdir()), "the loop is saved"
+
+
+def test_a_loop_resumes_from_an_object_store():
+    require("fsspec")
+    total = tf.Variable(0)
+
+    def train(stop=None):
+        total.assign(0)
+        with loop("memory://bucket/loop", state={"total": total}, every_steps=1, background=False) as recovery:
+            for step, number in recovery.steps(range(5)):
+                total.assign_add(number)
+                if step == stop:
+                    raise Interrupted
+        return recovery.restored, int(total)
+
+    with pytest.raises(Interrupted):
+        train(3)
+    assert train() == (True, 10)
 
 
 @pytest.mark.parametrize("data", [Loader, lambda: [5, 6, 7], lambda: range(4), Drawn])
