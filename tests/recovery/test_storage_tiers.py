@@ -1,0 +1,32 @@
+"""Which checkpoint counts, of that in memory and those on the disk."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tfdist.checkpoint import CheckpointError
+from tfdist.recovery.storage_tiers import StorageTiers
+
+
+def tiers_of(newest_on_disk):
+    """Memory has checkpoint 3; the disk lists a 5, complete by its sizes."""
+    disk = SimpleNamespace(
+        list_checkpoints=lambda: [SimpleNamespace(sequence=5, status="complete")],
+        newest=newest_on_disk,
+        location="disk",
+    )
+    tiers = StorageTiers(disk)
+    tiers.memory = SimpleNamespace(newest=lambda: (SimpleNamespace(sequence=3), []))
+    return tiers
+
+
+def test_memory_replaces_damaged_checkpoints():
+    assert tiers_of(lambda: (None, ["ckpt-0000000005: damaged"])).choose() == (3, True)
+
+
+def test_memory_does_not_replace_newer_checkpoints_that_cannot_be_read_now():
+    def fail():
+        raise CheckpointError("The file server does not respond")
+
+    with pytest.raises(CheckpointError, match="does not respond"):
+        tiers_of(fail).choose()
