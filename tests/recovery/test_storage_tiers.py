@@ -1,11 +1,15 @@
 """Which checkpoint counts, of that in memory and those on the disk."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from tfdist.checkpoint import CheckpointError
+from tfdist.host_storage.host_store import HostStore
+from tfdist.recovery import storage_tiers
 from tfdist.recovery.storage_tiers import StorageTiers
+from tfdist.recovery.worker_coordination import WorkerCoordination
 
 
 def tiers_of(newest_on_disk):
@@ -30,3 +34,14 @@ def test_memory_does_not_replace_newer_checkpoints_that_cannot_be_read_now():
 
     with pytest.raises(CheckpointError, match="does not respond"):
         tiers_of(fail).choose()
+
+
+def test_meetings_end_after_what_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMORY_OF_RUN", str(tmp_path / "run"))
+    called = []
+    monkeypatch.setattr(storage_tiers, "meet", lambda store, purpose, *_: lambda: called.append(purpose))
+    monkeypatch.setattr(storage_tiers, "check_strategy", lambda *_: None)
+    tiers = StorageTiers(HostStore(tmp_path / "disk"), 1, "MEMORY_OF_RUN")
+    end = tiers.begin(WorkerCoordination(0, 1), None, os.environ, lambda: called.append("drain"))
+    end()
+    assert called == ["drain", "memory", "disk"]
