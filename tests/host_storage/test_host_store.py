@@ -1,20 +1,23 @@
 """Checkpoints on own disks survive lost, empty and exchanged hosts, torn writers and writers of earlier attempts."""
 
 import dataclasses
+import errno
 import logging
 import shutil
 import threading
 
 import pytest
-from simulated_hosts import Messages, Training, assert_is
+from simulated_hosts import LIMIT_SECONDS, Messages, Training, assert_is, in_threads
 
 from tfdist.checkpoint import CheckpointError, HostError, OtherFormatError, Shard, manifest
-from tfdist.checkpoint.manifest import Manifest
+from tfdist.checkpoint.manifest import Manifest, rank_file
 from tfdist.host_storage import host_save, peer_files
 from tfdist.host_storage import hosts as hosts_module
 from tfdist.host_storage.host_save import HostSave
 from tfdist.host_storage.host_store import HostStore
+from tfdist.host_storage.inventory import inventory_of, newest_of
 from tfdist.host_storage.meeting_of_hosts import Place
+from tfdist.transport.blocking_connection import BlockingConnection
 
 
 @pytest.fixture
@@ -113,6 +116,8 @@ def test_what_copies_do_not_have_is_named_and_an_older_checkpoint_taken(hosts, t
     assert training.skipped == [
         "ckpt-0000000002: rank-1.safetensors is on none of the hosts that are here; it was saved on 'b' and 'c'"
     ]
+    assert_is(training.save(2), 2, "c", 1)  # in place of what cannot be restored
+    assert_is(train([hosts[0]], "d").restore()[0], 2, "c", 1)
 
 
 def test_damage_on_one_host_is_repaired_from_another(hosts, train):
@@ -292,3 +297,57 @@ def test_a_locked_directory_is_named(hosts, monkeypatch):
 def test_an_address_is_refused():
     with pytest.raises(ValueError, match="All workers share an object store. Received: .*'s3://b', shared=False"):
         HostStore("s3://b")
+
+
+def test_a_host_that_cannot_store_what_it_fetches_says_why(hosts, train, monkeypatch):
+    """Its other workers know of it, so nothing is tried again."""
+    workers = [hosts[0], hosts[1], hosts[1]]
+    train(workers).save(1)
+    training = train(workers, "b")
+    training.stores[0].newest()
+
+    def fail(store, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(HostStore, "_complete", fail)
+
+    def error_of(rank):
+        with pytest.raises(HostError, match="could not be restored. Received: .*No space left.*Free some space"):
+            training.stores[rank].open(1)
+
+    in_threads(error_of, [1, 2])
+
+
+def test_all_hosts_verify_at_once(hosts, train):
+    train(hosts).save(1)
+    inventories = {host: inventory_of(directory) for host, directory in enumerate(hosts)}
+    all_read = threading.Barrier(3)
+
+    def check(host, saved, records):
+        all_read.wait(LIMIT_SECONDS)
+        return {rank_file(1): "damaged"} if host == 1 else {}
+
+    found, _ = newest_of(inventories, str, check)
+    assert found.holders[rank_file(0)] == [0, 1, 2] and found.holders[rank_file(1)] == [0, 2]
+
+
+def test_a_slow_disk_has_time_to_flush_a_copy(hosts, train, monkeypatch):
+    receive, limits = BlockingConnection.receive, []
+
+    def record(connection, timeout_seconds):
+        limits.append(timeout_seconds)
+        return receive(connection, timeout_seconds)
+
+    training = train(hosts[:2], peer_timeout_seconds=777.0)
+    monkeypatch.setattr(BlockingConnection, "receive", record)
+    training.save(1)
+    assert limits.count(777.0) == 2
+
+
+def test_a_number_is_free_again_when_the_directories_were_removed(hosts, train):
+    training = train(hosts[:2])
+    training.save(1)
+    for directory in hosts[:2]:
+        shutil.rmtree(directory)
+    training.attempt = "b"
+    assert_is(training.save(1), 1, "b", 2)

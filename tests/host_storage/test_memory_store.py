@@ -129,3 +129,22 @@ def test_the_memory_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_store.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.raises(CheckpointError, match="The memory of this run is another user's. Received: .*run'"):
         MemoryStore(tmp_path / "run" / "a")
+
+
+def test_memory_that_is_freed_takes_nothing_of_the_next_fit(memories, train, monkeypatch):
+    """Another worker of the host may be there already."""
+    training, begun = train(memories), memories[1] / "of the next fit"
+    training.save(1)
+    rmtree = shutil.rmtree
+
+    def begin_and_remove(path, *arguments, **options):
+        begun.parent.mkdir(exist_ok=True)
+        begun.touch()
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", begin_and_remove)
+    for store in training.stores:
+        if store.leads and store.directory == memories[1]:
+            store.remove()
+    assert [path.name for path in memories[1].iterdir()] == ["of the next fit"]
+    assert not list(memories[1].parent.glob(".removed-*"))

@@ -80,6 +80,11 @@ class Checkpoint:
         for name in self._manifest.files_here if written is None else ():
             self._check(name, verify_checksums=verify_checksums)
 
+    @property
+    def has_all_files(self) -> bool:
+        """Whether all its files are in the directory; other hosts may have some."""
+        return set(self._manifest.files_here) == set(self._manifest.files)
+
     def read_shared(self) -> Shard:
         """Reads what is equal on all ranks.
 

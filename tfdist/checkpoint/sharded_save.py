@@ -202,16 +202,17 @@ class ShardedSave:
             raise second_save(self._sequence, self._attempt, self._rank)
 
     def _remove_corrupt(self) -> None:
-        """Removes a corrupt checkpoint of this number; raises an error for a complete one."""
+        """Removes a corrupt or partial checkpoint of this number; raises an error for a complete one."""
         path = self._directory / directory_name(self._sequence)
         if not os.path.lexists(path):
             return
         try:
-            Checkpoint(path)
+            if not Checkpoint(path).has_all_files:  # nor could it be restored, or the number would be a later one
+                raise CorruptCheckpointError("other hosts had some of its files")
         except OtherFormatError:
             raise
         except CorruptCheckpointError as error:
-            _log.warning("Checkpoint %d is replaced because it is corrupt: %s", self._sequence, error)
+            _log.warning("Checkpoint %d is replaced because it is not complete: %s", self._sequence, error)
             atomic_files.remove(path)
             return
         raise number_exists(self._sequence, str(path))

@@ -94,9 +94,10 @@ class HostSave:
         records = {name: self._written(name, part) for name, part in parts.items()}
         atomic_files.flush(self._unfinished)
         own, saved = rank_file(self._rank), Saved(self._sequence, self._attempt)
+        timeout = self._meeting.timeout_seconds
         for keeper in self._meeting.hosts.keepers_of(self._rank, records[own].size_bytes):
             try:
-                self._meeting.files.send(self._meeting.addresses[keeper], saved, own, parts[own], records[own])
+                self._meeting.files.send(self._meeting.addresses[keeper], saved, own, parts[own], records[own], timeout)
             except HostError as error:
                 host = self._meeting.hosts.describe(self._meeting.hosts.host_of(keeper))
                 raise HostError(f"A copy of {own} could not be sent to {host}. Received: {error}") from error

@@ -206,9 +206,7 @@ class HostStore(CheckpointStore):
             )
         check_save(sequence, attempt, rank, num_ranks)
         with explained(f"Checkpoint {sequence} could not be written", self.directory, EARLIER_INTACT):
-            save = HostSave(
-                self.directory, sequence, attempt, meeting, is_taken=meeting.leads and sequence in self._known_complete
-            )
+            save = HostSave(self.directory, sequence, attempt, meeting, is_taken=meeting.leads and self._has(sequence))
             manifest = save.run(rank_shard, shared_shard, metadata)
         if manifest is None:
             return None
@@ -225,6 +223,10 @@ class HostStore(CheckpointStore):
         """Removes unfinished saves, but not the files of the checkpoint that was chosen, see `CheckpointStore`."""
         if self._meeting is None or self._chosen is None:
             super().remove_unfinished(current_attempt)
+
+    def _has(self, sequence: int) -> bool:
+        # An earlier `fit` may have saved it, and its directory was removed since.
+        return sequence in self._known_complete and (self.directory / directory_name(sequence)).exists()
 
     def _damaged(self, host: int, saved: Saved, records: Mapping[str, FileRecord]) -> Mapping[str, str]:
         meeting = self._meeting
@@ -257,7 +259,7 @@ class HostStore(CheckpointStore):
                     outcome = "yes"
                 except CheckpointError as error:
                     outcome = str(error)
-                    raise
+                    raise HostError(outcome) from error  # which is not tried again: the others of this host know it
                 finally:
                     for rank in members[1:]:
                         meeting.messages.send(rank, "completed", outcome)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tfdist.checkpoint.manifest import FileRecord, Manifest
 from tfdist.host_storage.peer_files import Saved
 
 Json = dict[str, Any]
+_MOST_AT_ONCE = 32  # hosts that are asked
 
 
 def inventory_of(directory: Path) -> Json:
@@ -126,13 +128,19 @@ def _intact(
     manifest: Manifest, inventories: Mapping[int, Json], check: Check
 ) -> tuple[Found, Mapping[int, Mapping[str, str]]]:
     holders: dict[str, list[int]] = {name: [] for name in manifest.files}
-    damage: dict[int, Mapping[str, str]] = {}
+    present: dict[int, dict[str, FileRecord]] = {}
     for host, inventory in inventories.items():
-        present: dict[str, int] = next(
+        sizes: dict[str, int] = next(
             (sizes for saved, sizes in inventory["files"] if Saved(**saved) == _saved(manifest)), {}
         )
-        records = {name: record for name, record in manifest.files.items() if name in present}
-        damage[host] = check(host, _saved(manifest), records) if records else {}
+        present[host] = {name: record for name, record in manifest.files.items() if name in sizes}
+
+    def damage_on(host: int) -> Mapping[str, str]:
+        return check(host, _saved(manifest), present[host]) if present[host] else {}
+
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:  # each host reads every byte
+        damage = dict(zip(present, pool.map(damage_on, present), strict=True))
+    for host, records in present.items():
         for name in records.keys() - damage[host].keys():
             holders[name].append(host)
     return Found(manifest, holders), damage

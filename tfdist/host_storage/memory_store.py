@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tfdist.checkpoint.direct_file import write_direct
 from tfdist.checkpoint.errors import CheckpointError
 from tfdist.checkpoint.manifest import MANIFEST_FILE
 from tfdist.host_storage.host_store import HostStore
+from tfdist.utils import atomic_files
 
 _PRIVATE = 0o700
 
@@ -58,7 +58,9 @@ class MemoryStore(HostStore):
 
     def remove(self) -> None:
         """Frees the memory of this host."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        # A worker of this host that begins its next `fit` must not lose there what it writes.
+        with contextlib.suppress(OSError):  # the launcher frees the rest
+            atomic_files.remove(self.directory)
 
     def _write(self, path: Path, parts: Iterable[npt.NDArray[Any]]) -> str:
         with contextlib.suppress(FileNotFoundError):

@@ -88,8 +88,16 @@ class PeerFiles:
         self.address = self._listen(host, port)
         _open.add(self)
 
-    def send(self, address: str, saved: Saved, name: str, encoded: EncodedShard, record: FileRecord) -> None:
-        """Writes a file to the disk of another worker, into a save in progress.
+    def send(
+        self,
+        address: str,
+        saved: Saved,
+        name: str,
+        encoded: EncodedShard,
+        record: FileRecord,
+        timeout_seconds: float,
+    ) -> None:
+        """Writes a file to the disk of another worker, into a save in progress; flushing it takes `timeout_seconds`.
 
         Raises:
             HostError: If that worker does not answer, or cannot write it.
@@ -100,7 +108,7 @@ class PeerFiles:
                 content = part.reshape(-1).view(np.uint8).data
                 for begin in range(0, len(content), _BLOCK_BYTES):
                     connection.send_data(content[begin : begin + _BLOCK_BYTES], _SILENCE_SECONDS)
-            _raise_reported(connection.receive(_SILENCE_SECONDS))
+            _raise_reported(connection.receive(timeout_seconds))
 
     def fetch(self, address: str, saved: Saved, name: str, record: FileRecord, path: Path) -> None:
         """Copies a file of a save from the disk of another worker to `path`.

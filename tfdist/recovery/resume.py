@@ -10,6 +10,10 @@ _PAUSE_SECONDS = 0.5
 _log = logging.getLogger("tfdist")
 
 
+class NoneCompleteError(CheckpointError):
+    """Checkpoints were found, and none of them is complete."""
+
+
 def choose_checkpoint(store: TrainingStore, *, of_loop: bool = False) -> Checkpoint | None:
     """Returns the newest complete checkpoint, None if nothing was saved yet. Called on the chief.
 
@@ -21,7 +25,7 @@ def choose_checkpoint(store: TrainingStore, *, of_loop: bool = False) -> Checkpo
     """
     checkpoint, skipped = store.newest()
     if checkpoint is None and skipped:
-        raise CheckpointError(
+        raise NoneCompleteError(
             f"None of the checkpoints is complete. Received: {'; '.join(skipped)}, in {store.location!r}. "
             "Expected: a complete one, or a directory without checkpoints. Repair or mount the disk, or copy the files "
             "there again; for a new training, move this directory away or choose another one. Nothing was removed."

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.checkpoint import Checkpoint, CheckpointError, TrainingStore, open_store
+from tfdist.checkpoint import Checkpoint, TrainingStore, open_store
 from tfdist.cluster import MEMORY_VARIABLE
 from tfdist.host_storage.host_store import HostStore
 from tfdist.host_storage.hosts import gather
 from tfdist.host_storage.memory_store import MemoryStore
 from tfdist.recovery.host_meeting import check_strategy, meet
-from tfdist.recovery.resume import choose_checkpoint
+from tfdist.recovery.resume import NoneCompleteError, choose_checkpoint
 from tfdist.recovery.worker_coordination import Coordination, WorkerCoordination
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -112,7 +112,7 @@ class StorageTiers:
             return in_memory.sequence, True
         try:
             on_disk = choose_checkpoint(self.disk, of_loop=of_loop)
-        except CheckpointError as error:
+        except NoneCompleteError as error:
             if in_memory is None:
                 raise
             _log.warning("The state in memory is restored, since there is nothing newer: %s", error)
