@@ -106,7 +106,7 @@ class LoopPasses:
         position = self._resumes_at
         first = 0 if position is None else position.epoch
         if position is not None and position.dataset is None and position.passes == 0:
-            self._call_resume()
+            self.restore()
         for self.epoch in range(first, number):
             if self.epoch > 0:  # passes before the first epoch belong to it
                 self._passes = 0
@@ -138,7 +138,7 @@ class LoopPasses:
         if data.is_in_pass and data.source.has_one_pass:
             raise ValueError(
                 f"A loader has one position. Received: a {data.source.kind}, within a pass over it. Expected: one pass "
-                "after another. Give the inner pass a loader of its own."
+                "after another. Give the inner pass another loader."
             )
         drawn = 0 if position is None else position.batch
         iterator = data.iterator() if position is None else self._resumed(position, own_pass, number, data)
@@ -189,13 +189,14 @@ class LoopPasses:
         if theirs != ours:
             raise _other_data(f"epoch, pass and dataset {ours}, counted from 0", f"{theirs}")
         if position.dataset is None:
-            self._call_resume()
+            self.restore()
             return data.iterator()
         data.return_to_position()
-        self._call_resume()  # before the iterator exists, which may read ahead by code that draws random numbers
+        self.restore()  # before the iterator exists, which may read ahead by code that draws random numbers
         return data.source.iterator_at(position.batch)
 
-    def _call_resume(self) -> None:
+    def restore(self) -> None:
+        """Calls `resume` of `resume_at`, at the position or after a loop that has not reached it."""
         resume, self._resumes_at, self._resume = self._resume, None, None
         assert resume is not None
         resume()

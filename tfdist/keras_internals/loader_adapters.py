@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.keras_internals.epoch_iterator import GRAIN, TORCH, data_kind
 from tfdist.private_symbols import private
 
-_utils = private("keras.src.trainers.data_adapters:data_adapter_utils", "converts sparse parts of a batch of Grain")
+_utils = private("keras.src.trainers.data_adapters:data_adapter_utils", "reads shapes and sparse parts of batches")
 _adapter_of = private("keras.src.trainers.data_adapters:get_data_adapter", "reads in a custom loop what `fit` can read")
 
 
