@@ -131,8 +131,8 @@ class ElasticLoop:
             steps: After how many batches the pass ends, if not with the data.
 
         Raises:
-            ValueError: The data is of another kind; or this worker joins, and its data or the passes of its program
-                are others.
+            ValueError: The data is of another kind, or a loader within a pass over it; or this worker joins, and its
+                data or the passes of its program are others.
         """
         self._begin()
         member = None if self._passes.is_in_pass else self._member

@@ -3,15 +3,18 @@
 What PyTorch and torchdata do is done by a stand-in; `test_with_torchdata` uses the real ones.
 """
 
+import contextlib
+import gc
 import json
 import random
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import torchdata_stand_in
 from counted_samples import READ, Samples
-from data_runs import BATCH, IDS, assert_resumes
+from data_runs import BATCH, IDS, SEED, assert_resumes
 from loader_cases import GRAIN, GRAIN_WITH_PROCESSES, TORCH, data_loader, shuffled, stateful, torch_case, unthreaded
 from optional_packages import require
 from recovered_runs import STEPS, cut_off, cut_off_anywhere, run
@@ -19,7 +22,8 @@ from recovered_runs import STEPS, cut_off, cut_off_anywhere, run
 from tfdist.data_position.loader_source import LoaderSource
 from tfdist.data_position.stateful_loaders import decode_state, encode_state
 from tfdist.keras_internals.loader_adapters import loader_adapter
-from tfdist.strategies import MirroredStrategy
+from tfdist.recovery import LoopRecovery
+from tfdist.strategies import ElasticLoop, MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -90,6 +94,62 @@ def test_no_batch_is_read_again(after, grain, torchdata, tmp_path):
     }
     for name, make in makes.items():
         assert reads_of_resumed_run(make, tmp_path / name, after) == expected, name
+
+
+def cut_off_loop(make, folder, stop=None, **saves):
+    """Returns the numbers and batches of the steps of a loop over `make()`, which stops within step `stop`."""
+    keras.utils.set_random_seed(SEED)
+    data, seen = make(), []
+    with contextlib.suppress(InterruptedError):
+        given = {"state": {"a": tf.Variable(0)}, "verbose": False, "handle_signals": False, **saves}
+        with LoopRecovery(folder, **given) as recovery:
+            for _ in recovery.epochs(3):
+                for step, batch in recovery.steps(data):
+                    assert all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(batch))
+                    seen.append((step, keras.tree.map_structure(lambda part: part.numpy().tolist(), batch)))
+                    if step == stop:
+                        raise InterruptedError
+    gc.collect()  # ends the thread that reads ahead
+    return seen
+
+
+def assert_loop_resumes(make, folder, **saves):
+    whole, stop = cut_off_loop(make, folder / "whole"), STEPS + 2  # within the second epoch, which a third follows
+    assert len(whole) == 3 * STEPS
+    cut_off_loop(make, folder / "other", stop, **saves)
+    resumed = cut_off_loop(make, folder / "other", **saves)
+    assert resumed == whole[stop if "every_steps" in saves else STEPS :]
+
+
+def test_a_loop_over_grain_resumes(grain, tmp_path):
+    assert_loop_resumes(lambda: shuffled(grain).batch(BATCH), tmp_path, every_steps=1)
+
+
+@pytest.mark.parametrize("saves", [{"every_steps": 1}, {"every_epochs": 1}])
+def test_a_loop_over_a_stateful_data_loader_resumes(saves, torchdata, tmp_path):
+    """Also between two epochs, where the shapes of its batches are read again, which draws noise."""
+    assert_loop_resumes(lambda: stateful(torchdata, noisy(torchdata[0])), tmp_path, **saves)
+
+
+@pytest.mark.parametrize(
+    "collate", [pytest.param(lambda parts: parts[0], marks=pytest.mark.long), lambda parts: {"id": parts[0]}]
+)
+def test_a_loop_over_batches_that_are_no_tuples_resumes(collate, torchdata, tmp_path, monkeypatch):
+    stock = torchdata_stand_in._Iterator.__next__
+    monkeypatch.setattr(torchdata_stand_in._Iterator, "__next__", lambda self: collate(stock(self)))
+    assert_loop_resumes(lambda: stateful(torchdata), tmp_path, every_steps=1)
+
+
+def test_two_passes_at_once_over_a_loader_are_an_error(torchdata):
+    """The inner one would end the outer one."""
+    data, steps = stateful(torchdata), []
+    loop = ElasticLoop(tf.distribute.get_strategy(), [])
+    with pytest.raises(ValueError, match="Received: a StatefulDataLoader, within a pass over it"):
+        for _ in loop.batches(data):
+            steps.append(len(list(loop.batches(stateful(torchdata)))))
+            for _ in loop.batches(data):
+                pass
+    assert steps == [STEPS] and len(list(loop.batches(data))) == STEPS
 
 
 def noisy(torch):

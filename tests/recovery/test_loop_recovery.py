@@ -276,6 +276,18 @@ def test_save_and_break(tmp_path):
         choose_checkpoint(CheckpointStore(tmp_path))
 
 
+def test_a_finished_loop_without_epochs_has_the_values_of_its_end(tmp_path):
+    def train():
+        total = keras.metrics.Sum()
+        with loop(tmp_path, state={"total": total}, every_steps=2) as recovery:
+            total.reset_state()
+            for step, _ in recovery.steps(range(3)):
+                total.update_state(step + 1)
+        return float(total.result()), recovery.saves
+
+    assert (train(), train()) == ((6.0, 2), (6.0, 0))
+
+
 def test_other_state_is_named(tmp_path):
     with loop(tmp_path) as recovery:
         list(recovery.steps(tf.data.Dataset.range(1)))

@@ -51,6 +51,7 @@ class DatasetSource:
     # Whether the iterator that Keras creates at the end of an epoch, and often discards, must be created: it advances
     # the order of a shuffle.
     needs_unused_iterators = True
+    has_one_pass = False  # whether a new pass ends the one before
     has_exact_spec = True  # whether the shapes in `element_spec` hold for all batches, not only for those seen so far
 
     def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:

@@ -35,6 +35,7 @@ class LoaderSource(DatasetSource):
     """A loader that has a state, with which it is asked for no batch again that was drawn before a restart."""
 
     needs_unused_iterators = False
+    has_one_pass = True
     has_exact_spec = False
 
     def __init__(self, adapter: Any, loader: StatefulLoader) -> None:

@@ -106,7 +106,7 @@ class LoopPasses:
         position = self._resumes_at
         first = 0 if position is None else position.epoch
         if position is not None and position.dataset is None and position.passes == 0:
-            self._call_resume()
+            self.restore()
         for self.epoch in range(first, number):
             if self.epoch > 0:  # passes before the first epoch belong to it
                 self._passes = 0
@@ -126,7 +126,8 @@ class LoopPasses:
         """Yields the batches of a pass over data, from that of the position, and none of a pass before it.
 
         Raises:
-            ValueError: The data of this pass, or its order, is another one than that of the position.
+            ValueError: The data of this pass, or its order, is another one than that of the position; or it is a
+                loader, within a pass over it.
         """
         number, data = self._data_of(dataset)
         is_inner, position, own_pass, outer_batch = self.is_in_pass, self._resumes_at, self._passes, self.batch
@@ -134,11 +135,17 @@ class LoopPasses:
             self._passes += 1
         if position is not None and (self.epoch, own_pass) < (position.epoch, position.passes):
             return
+        if data.is_in_pass and data.source.has_one_pass:
+            raise ValueError(
+                f"A loader has one position. Received: a {data.source.kind}, within a pass over it. Expected: one pass "
+                "after another. Give the inner pass another loader."
+            )
         drawn = 0 if position is None else position.batch
         iterator = data.iterator() if position is None else self._resumed(position, own_pass, number, data)
         if not is_inner:
             self._current = (own_pass, number)
-        self.is_in_pass, self.batch = True, drawn
+        self.is_in_pass, self.batch, was_in_pass = True, drawn, data.is_in_pass
+        data.is_in_pass = True
         try:
             while limit is None or drawn < limit:
                 try:
@@ -152,6 +159,7 @@ class LoopPasses:
             self.is_in_pass, self.batch = is_inner, outer_batch if is_inner else drawn
             if not is_inner:
                 self._current = None
+            data.is_in_pass = was_in_pass
             data.source.end_pass(drawn)
             data.finished.append(drawn)
 
@@ -159,7 +167,10 @@ class LoopPasses:
         for number, one in enumerate(self._data):
             if one.dataset is dataset:
                 return number, one
+        states = global_states()
         number, one = len(self._data), _LoopData(dataset, self._source_of(dataset))
+        if number < len(self._saved):  # reading the shapes of a loader's batches has drawn before the position, too
+            set_global_states(states)
         if self._is_tracked:
             one.source.track_position(None)
         if number < len(self._saved):
@@ -178,13 +189,14 @@ class LoopPasses:
         if theirs != ours:
             raise _other_data(f"epoch, pass and dataset {ours}, counted from 0", f"{theirs}")
         if position.dataset is None:
-            self._call_resume()
+            self.restore()
             return data.iterator()
         data.return_to_position()
-        self._call_resume()  # before the iterator exists, which may read ahead by code that draws random numbers
+        self.restore()  # before the iterator exists, which may read ahead by code that draws random numbers
         return data.source.iterator_at(position.batch)
 
-    def _call_resume(self) -> None:
+    def restore(self) -> None:
+        """Calls `resume` of `resume_at`, at the position or after a loop that has not reached it."""
         resume, self._resumes_at, self._resume = self._resume, None, None
         assert resume is not None
         resume()
@@ -197,11 +209,13 @@ class _LoopData:
         dataset: The dataset.
         source: The source behind it.
         finished: The number of batches of each pass that has ended.
+        is_in_pass: Whether a pass over it has begun and not ended.
     """
 
     def __init__(self, dataset: Any, source: DatasetSource) -> None:
         self.dataset, self.source = dataset, source
         self.finished: list[int] = []
+        self.is_in_pass = False
         self._traits: dict[str, Any] | None = None
         self._resuming: Position | None = None  # until the order of the source is that of the position
 

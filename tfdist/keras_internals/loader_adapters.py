@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tfdist.keras_internals.epoch_iterator import GRAIN, TORCH, data_kind
 from tfdist.private_symbols import private
 
-_utils = private("keras.src.trainers.data_adapters:data_adapter_utils", "converts sparse parts of a batch of Grain")
+_utils = private("keras.src.trainers.data_adapters:data_adapter_utils", "reads shapes and sparse parts of batches")
 _adapter_of = private("keras.src.trainers.data_adapters:get_data_adapter", "reads in a custom loop what `fit` can read")
 
 
@@ -29,10 +30,12 @@ def draw_batches_from(adapter: Any, batches: Callable[[], Iterator[Any]]) -> Non
     Keras' own datasets make the loader's iterators where nobody can ask these for their positions.
     """
     stock = adapter.get_tf_dataset
-    convert = _of_grain if data_kind(adapter) == GRAIN else _of_torch
+    is_of_grain = data_kind(adapter) == GRAIN
+    convert = _of_grain if is_of_grain else _of_torch
 
     def get_tf_dataset() -> tf.data.Dataset:
-        signature = stock().element_spec  # reads two batches, if nobody has
+        # Both read two batches, if nobody has. Keras takes from PyTorch tuples and lists only.
+        signature = stock().element_spec if is_of_grain else _spec_of_torch(adapter)
         return tf.data.Dataset.from_generator(lambda: map(convert, batches()), output_signature=signature)
 
     adapter.get_tf_dataset = get_tf_dataset
@@ -52,4 +55,12 @@ def _of_grain(batch: Any) -> Any:
 
 
 def _of_torch(batch: Any) -> Any:
-    return tuple(keras.tree.map_structure(lambda tensor: np.asarray(tensor.cpu()), batch, none_is_leaf=False))
+    """Converts a batch as Keras does; one that is a tensor, or a dictionary, stays one."""
+    arrays = keras.tree.map_structure(lambda tensor: np.asarray(tensor.cpu()), batch, none_is_leaf=False)
+    return tuple(arrays) if isinstance(batch, list | tuple) else arrays
+
+
+def _spec_of_torch(adapter: Any) -> Any:
+    batches = list(islice(adapter.get_torch_dataloader(), _utils.NUM_BATCHES_FOR_TENSOR_SPEC))
+    spec = _utils.get_tensor_spec(batches)
+    return tuple(spec) if isinstance(batches[0], list | tuple) else spec

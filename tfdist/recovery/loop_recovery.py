@@ -210,9 +210,11 @@ class LoopRecovery:
         epoch may have several passes, one after another. Validation needs none: draw its data directly.
 
         Args:
-            dataset: A `tf.data.Dataset`, plain or distributed by the strategy; an iterable that saves its own position
-                by `state_dict` and `load_state_dict` or `get_state` and `set_state`; or a sequence, such as
-                `range(1000)` for a loop that draws its batches itself. Created before the loop.
+            dataset: A `tf.data.Dataset`, plain or distributed by the strategy; a dataset or a loader of Grain, or
+                torchdata's `StatefulDataLoader`, whose batches come as tensors, divided among the replicas; another
+                iterable that saves its own position by `state_dict` and `load_state_dict` or `get_state` and
+                `set_state`; or a sequence, such as `range(1000)` for a loop that draws its batches itself. Created
+                before the loop.
             limit: After how many batches the pass ends, if not with the data.
 
         Raises:
@@ -303,7 +305,9 @@ class LoopRecovery:
         )
 
     def _finish(self) -> None:
-        if not self._passes.is_resuming and (self._is_save_asked or self._saved != self._progress()):
+        if self._passes.is_resuming:  # a finished loop without `epochs`, which has run its code around the pass again
+            self._passes.restore()
+        elif self._is_save_asked or self._saved != self._progress():
             self._save(must_succeed=True)
         self._training_saves.wait()
         self._tiers.free_memory()
