@@ -38,7 +38,7 @@ def _of_fit():
     asked = []
     membership = SimpleNamespace(leave_after_step=lambda: asked.append(True), is_member=True)
     transactions = SimpleNamespace(group=SimpleNamespace(membership=membership), fits=0, changes=None)
-    fit = ElasticFit(transactions, None, None)
+    fit = ElasticFit(transactions, None, None, None)
     fit._signals.handle([signal.SIGTERM])
     return fit._signals.restore, lambda: len(asked)
 
