@@ -1,8 +1,11 @@
 """Requests are repeated, lost replies are recognised, and what a server does not honour is told."""
 
 import logging
+import socket
 
 import pytest
+from optional_packages import require
+from s3_server import S3Server
 from simulated_objects import FaultyFileSystem, World, objects_of
 
 from tfdist.checkpoint import RemoteStoreError
@@ -126,3 +129,13 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(ImportError, match=r"The library for s3:// is not installed. .* pip install 'tfdist\[remote\]'"):
         connect("s3://bucket/run")
+
+
+def test_a_server_that_never_replies_ends_a_request():
+    """s3fs itself waits for ever: a time-out of its settings ends requests that read, but none that writes."""
+    require("s3fs")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, as a kernel does
+        server = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        objects = server.objects("worker", "run", patience_seconds=2)
+        with pytest.raises(RemoteStoreError, match=r"could not be written. Received: .*Timeout"):
+            objects.put("a", b"1")
