@@ -358,17 +358,19 @@ class FailureRecovery(LastCallback):
         rank, num_workers = self._coordination.rank, self._coordination.num_workers
         progress, epochs = TrainingProgress(**checkpoint.metadata["progress"]), self._epochs
         self._was_complete = progress.is_complete(epochs)
+        # A worker of which nothing is saved resumes at the position of the first one.
+        saved = checkpoint.saved_ranks
+        metadata = checkpoint.read_rank(rank if rank in saved else saved[0]).metadata
+        position = Position.from_json(metadata["position"])
         if self._was_complete:
+            self._iterator.pass_over(position)
             start_at_epoch(self.model, epochs)
             if self._coordination.is_chief:
                 warn_training_complete(progress, epochs, self._store.location)
         else:
             progress = replace(progress, stopped=False, requested_epochs=None)
-            # A worker of which nothing is saved resumes at the position of the first one.
-            saved = checkpoint.saved_ranks
-            position = checkpoint.read_rank(rank if rank in saved else saved[0]).metadata["position"]
             same_workers = checkpoint.num_ranks == num_workers
-            self._iterator.resume_at(Position.from_json(position), replay=self._replay_data, same_workers=same_workers)
+            self._iterator.resume_at(position, replay=self._replay_data, same_workers=same_workers)
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)
             self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}{source}")

@@ -6,6 +6,7 @@ import random
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from interruptions import Interrupt, Interrupted
 from training import differences
 
@@ -172,3 +173,34 @@ def test_interrupted_training_ends_with_the_same_bits(tmp_path, curves, program,
         assert {tag: dict(points) for tag, points in drawn[0].items()} == {
             tag: dict(points) for tag, points in drawn[1].items()
         }
+
+
+def test_a_second_fit_draws_the_order_that_the_first_has_left(tmp_path):
+    """Its dataset has the shuffle of the first one, which is complete after a restart and draws nothing."""
+
+    class Seen(keras.callbacks.Callback):
+        def __init__(self, stop):
+            super().__init__()
+            self.losses, self._stop = [], stop
+
+        def on_train_batch_end(self, batch, logs=None):
+            if len(self.losses) == self._stop:
+                raise Interrupted
+            self.losses.append(logs["loss"])
+
+    def losses_of_second(name, stop=None):
+        keras.utils.set_random_seed(0)
+        rows = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).shuffle(ROWS, seed=2)
+        model, losses = compiled(SGD(0.0)), []  # so each loss shows the rows of its batch
+        for phase, data, seen in (("first", rows.batch(8), Seen(None)), ("second", rows.batch(4), Seen(stop))):
+            model.stop_training = False
+            recovery = FailureRecovery(tmp_path / name / phase, every_steps=1, background=False)
+            losses = seen.losses
+            model.fit(data, epochs=2, verbose=0, callbacks=[recovery, seen])
+        return losses
+
+    expected = losses_of_second("whole")
+    for stop in (0, 11):
+        with pytest.raises(Interrupted):
+            losses_of_second("other", stop)
+    assert losses_of_second("other") == expected[11:]

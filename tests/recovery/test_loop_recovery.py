@@ -1,5 +1,6 @@
 """Custom loops: interrupted anywhere and started again, they end with the same bits; what is refused."""
 
+import signal
 from pathlib import Path
 
 import gan_loop
@@ -21,6 +22,7 @@ from tfdist.strategies import LocalSGD, MirroredStrategy, ModelParallelStrategy,
 
 pytestmark = pytest.mark.usefixtures("cpus")
 SCRIPT = Path(gan_loop.__file__)
+SEARCH = SCRIPT.with_name("tuner_search.py")
 
 
 class Interrupted(Exception):
@@ -236,19 +238,32 @@ def test_train_on_batch(tmp_path, resets):
 
 
 @pytest.mark.long
-def test_trials_of_a_tuner(tmp_path):
-    """A search runs the trial again in which it was interrupted, with its number and hyperparameters: KerasTuner."""
+def test_a_search_of_kerastuner_that_is_killed_ends_with_the_same_scores(tmp_path):
+    require("keras_tuner")
 
-    def search(name, stop=None):
-        def run_trial(trial_id, rate):
-            return train_on_batches(tmp_path / name / trial_id, rate, stop if trial_id == "1" else None)
+    def search(name, killed_after=0):
+        exit_code = -signal.SIGKILL if killed_after else 0
+        done = run_python(str(SEARCH), str(tmp_path / name), str(killed_after), exit_code=exit_code)
+        return [line for line in done.stdout.splitlines() if line.startswith(("scores", "steps"))]
 
-        return {trial_id: run_trial(trial_id, rate) for trial_id, rate in (("0", 0.1), ("1", 0.2))}
+    scores, _ = search("whole")
+    for killed_after in (10, 2):  # in trial 1, of three of six steps each
+        search("killed", killed_after)
+    assert search("killed") == [scores, f"steps {[[], [4, 5], list(range(6))]}"]
 
-    expected = search("whole")
-    with pytest.raises(Interrupted):
-        search("other", stop=3)
-    assert search("other") == {"0": [], "1": expected["1"][2:]}
+
+def test_a_shuffle_that_two_loops_share_is_warned_of(tmp_path, recwarn):
+    shuffled = tf.data.Dataset.range(4).shuffle(4, seed=1)
+    first, second, other = shuffled.batch(2), shuffled.batch(2), tf.data.Dataset.range(4).batch(2)
+    for name, data in (("one", first), ("same, again", second), ("other", other)):
+        recwarn.clear()
+        with loop(tmp_path / name, every_steps=9) as recovery:
+            for _ in recovery.epochs(2):
+                assert len(list(recovery.steps(data))) == 2
+        said = [
+            str(warning.message) for warning in recwarn if "Two loops draw from one shuffle" in str(warning.message)
+        ]
+        assert len(said) == (name == "same, again")
 
 
 def test_save_and_break(tmp_path):

@@ -32,6 +32,8 @@ from tfdist.tensorflow_internals.rows_per_replica import batch_spec
 _SOURCES: dict[str, type[DatasetSource]] = {
     source.kind: source for source in (ArraySource, DatasetSource, PyDatasetSource)
 }
+# The datasets of complete trainings that were not repeated, with their positions at the end.
+_not_repeated: list[tuple[DatasetSource, Position]] = []
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class ResumableIterator(EpochIteratorMixin):
             self._source = source_for(self.data_adapter, self.dataset, self.strategy)
         else:
             self._source.dataset, self._source.strategy = self.dataset, self.strategy
+        _repeat_shuffles_of(self._source)
 
     def prepare_adapter(self, adapter: Any) -> None:
         if self._data_of_training is not None:
@@ -188,6 +191,15 @@ class ResumableIterator(EpochIteratorMixin):
         self._resuming = position
         if self._fit is not None and position.next_step > 0:
             self._fit.set_epoch_logs(position.logs)
+
+    def pass_over(self, position: Position) -> None:
+        """This `fit` trains nothing, as its training was complete at `position`.
+
+        Later ones that draw from the same `tf.data` shuffle get it as that training has left it.
+        """
+        source = self._training_source()
+        if position.source == source.kind == DatasetSource.kind:
+            _not_repeated.append((source, position))
 
     def reset(self) -> None:
         """Starts again, as Keras does before training; batches already drawn stay counted."""
@@ -320,6 +332,16 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
         RuntimeError: If no `fit` of `model` runs in this thread, or it began before `patch_epoch_iterator`.
     """
     _running_fit(model).start_at_epoch(epoch)
+
+
+def _repeat_shuffles_of(source: DatasetSource) -> None:
+    """Advances the order of the data of a `fit` as complete trainings did that were not repeated."""
+    for entry in [entry for entry in _not_repeated if entry[0].shares_a_shuffle(source)]:
+        _not_repeated.remove(entry)
+        earlier, position = entry
+        validation_drawn = position.validation_drawn if position.validation_shares_shuffle else ()
+        earlier.replay_iterators((*position.drawn, *validation_drawn))
+        earlier.restore(position.order, None, False)
 
 
 def warn_of_resharding() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     warn_other_seed,
     warn_saved_at_end_only,
+    warn_shared_shuffle,
     warn_signals_not_handled,
 )
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
@@ -30,9 +32,12 @@ from tfdist.recovery.trained_objects import ObjectStates, TrainedObjects, flat_o
 from tfdist.recovery.training_saves import TrainingSaves, print_line
 from tfdist.recovery.training_state import TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
+from tfdist.tensorflow_internals.input_pipeline import share_a_shuffle
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
 from tfdist.training.strategy_kinds import describe_strategy, is_of_parameter_servers, rank_and_num_workers
 from tfdist.training.strategy_protocol import training_strategy
+
+_drawn_by_loops: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class LoopRecovery:
@@ -157,6 +162,7 @@ class LoopRecovery:
         self._exit_requested = threading.Event()
         self.restored, self.saves, self.stall_seconds = False, 0, 0.0
         self._passes = LoopPasses(self._source_of)
+        self._drawn_from: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_entered = self._is_in_step = self._is_save_asked = False
 
     @property
@@ -386,6 +392,11 @@ class LoopRecovery:
         return self._passes.steps, self._passes.epoch, int(self._passes.is_in_pass)
 
     def _source_of(self, dataset: Any) -> DatasetSource:
+        if isinstance(dataset, tf.data.Dataset):
+            if any(share_a_shuffle(earlier, dataset) for earlier in _drawn_by_loops - self._drawn_from):
+                warn_shared_shuffle()
+            _drawn_by_loops.add(dataset)
+            self._drawn_from.add(dataset)
         source = source_of_loop(dataset, self._strategy, replay=self._replay_data)
         if not self._same_workers and source.is_per_worker():
             warn_of_resharding()

@@ -61,6 +61,16 @@ def warn_saved_at_end_only() -> None:
     )
 
 
+def warn_shared_shuffle() -> None:
+    """Warns that two custom loops draw from one shuffle."""
+    warn_always(
+        "Two loops draw from one shuffle, whose order continues from the first to the second. After a restart the "
+        "first is complete and draws nothing, so the second would draw another order. Received: data with a `shuffle` "
+        "that an earlier LoopRecovery has drawn from. Expected: data that each loop makes for itself, or `shuffle(…, "
+        "reshuffle_each_iteration=False)`."
+    )
+
+
 def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any], training: str = "`fit`") -> None:
     """Warns that the program has drawn other numbers before `fit`, or a loop, than before the checkpoint, as a split.
 
