@@ -27,13 +27,15 @@ from tfdist.keras_internals.running_fit import (
     track_running_fits,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
+from tfdist.tensorflow_internals.input_pipeline import reshuffles
 from tfdist.tensorflow_internals.rows_per_replica import batch_spec
 
 _SOURCES: dict[str, type[DatasetSource]] = {
     source.kind: source for source in (ArraySource, DatasetSource, PyDatasetSource)
 }
-# The datasets of complete trainings that were not repeated, with their positions at the end.
-_not_repeated: list[tuple[DatasetSource, Position]] = []
+# An attribute of a shuffle: the data of complete trainings that were not repeated, with their positions at the end.
+# Freed with the dataset of the program, unlike in a list of this module.
+_NOT_REPEATED = "_tfdist_not_repeated"
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ class ResumableIterator(EpochIteratorMixin):
         """
         source = self._training_source()
         if position.source == source.kind == DatasetSource.kind:
-            _not_repeated.append((source, position))
+            for shuffle in reshuffles(source.dataset):
+                setattr(shuffle, _NOT_REPEATED, [*getattr(shuffle, _NOT_REPEATED, ()), (source, position)])
 
     def reset(self) -> None:
         """Starts again, as Keras does before training; batches already drawn stay counted."""
@@ -336,9 +339,12 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
 
 def _repeat_shuffles_of(source: DatasetSource) -> None:
     """Advances the order of the data of a `fit` as complete trainings did that were not repeated."""
-    for entry in [entry for entry in _not_repeated if entry[0].shares_a_shuffle(source)]:
-        _not_repeated.remove(entry)
-        earlier, position = entry
+    if source.kind != DatasetSource.kind:
+        return
+    trainings = [one for shuffle in reshuffles(source.dataset) for one in shuffle.__dict__.pop(_NOT_REPEATED, ())]
+    for earlier, position in {id(earlier): (earlier, position) for earlier, position in trainings}.values():
+        for shuffle in reshuffles(earlier.dataset):
+            shuffle.__dict__.pop(_NOT_REPEATED, None)
         validation_drawn = position.validation_drawn if position.validation_shares_shuffle else ()
         earlier.replay_iterators((*position.drawn, *validation_drawn))
         earlier.restore(position.order, None, False)

@@ -99,12 +99,14 @@ def share_a_shuffle(one: Any, other: Any) -> bool:
     >>> share_a_shuffle(shuffled.skip(3), shuffled.take(3)), share_a_shuffle(shuffled, tf.data.Dataset.range(3))
     (True, False)
     """
+    others = reshuffles(other)
+    return any(shuffle is known for shuffle in reshuffles(one) for known in others)
 
-    def shuffles(dataset: Any) -> set[int]:
-        nodes = pipeline_nodes(user_datasets(dataset))
-        return {id(node) for node in nodes if isinstance(node, _Shuffle) and node._reshuffle_each_iteration}
 
-    return not shuffles(one).isdisjoint(shuffles(other))
+def reshuffles(dataset: Any) -> list[Any]:
+    """Returns the shuffles of a pipeline whose order changes with each iterator."""
+    nodes = pipeline_nodes(user_datasets(dataset))
+    return [node for node in nodes if isinstance(node, _Shuffle) and node._reshuffle_each_iteration]
 
 
 def create_unused_iterator(dataset: Any) -> None:
