@@ -11,7 +11,7 @@ from small_training import STEPS, assert_same, fit
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.checkpoint import open_store
-from tfdist.checkpoint.remote import remote_objects
+from tfdist.utils import remote_requests
 
 require("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -57,7 +57,7 @@ class _Outage(keras.callbacks.Callback):
             return write(file_system, path, *arguments, **keywords)
 
         monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
-        monkeypatch.setattr(remote_objects, "PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(remote_requests, "PATIENCE_SECONDS", 0.0)
 
     def on_train_batch_begin(self, batch, logs=None):
         self.is_on = self.first <= int(self.model.optimizer.iterations) < self.last

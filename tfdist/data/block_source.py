@@ -33,14 +33,22 @@ class BlockSource(abc.ABC):
         return
 
 
+class ChangedDataError(RuntimeError):
+    """The rows are others than those that the driver has counted."""
+
+
+def changed(place: str, received: str, expected: str) -> ChangedDataError:
+    """Returns the error of data that was replaced."""
+    return ChangedDataError(
+        f"The data has changed since the driver counted its rows: {place}. Received: {received}. Expected: {expected}. "
+        "Write new data to another path, and create the data of the training again."
+    )
+
+
 def checked_rows(source: BlockSource, block: int, table: Any) -> Any:
     """Returns `table` if it has as many rows as were counted on the driver."""
     if table.num_rows != source.rows_of_blocks[block]:
-        raise RuntimeError(
-            f"The data has changed since the driver counted its rows: {source.name_of(block)}. Received: "
-            f"{table.num_rows} rows. Expected: {source.rows_of_blocks[block]}. Write new data to another path, and "
-            "create the data of the training again."
-        )
+        raise changed(source.name_of(block), f"{table.num_rows} rows", str(source.rows_of_blocks[block]))
     return table
 
 

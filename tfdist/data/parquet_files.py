@@ -1,8 +1,11 @@
-"""Parquet files on a path that all workers share: their row groups are the blocks. Spark or others may write them."""
+"""Parquet files on a path or at a URL that all workers share: their row groups are the blocks."""
 
 import concurrent.futures
+import logging
 import os
 import secrets
+import shutil
+import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,12 +13,15 @@ from typing import Any
 
 from tfdist.data.block_source import BlockSource, import_arrow
 from tfdist.data.partitioned_data import PartitionedData
+from tfdist.data.remote_files import RemoteFile, RemoteFiles, is_remote
 from tfdist.utils.optional_modules import import_library
+from tfdist.utils.remote_requests import START_PATIENCE_SECONDS, RequestError
 
 _READING_FOOTERS = 8  # threads
 # The unit of Spark's timestamps. Nanoseconds cannot hold most of them: those of year 9999 would come out as others.
 _INT96 = "us"
 _ROW_GROUP_BYTES = 32 << 20  # of those that Spark writes; a few of them are in a worker's memory
+_log = logging.getLogger("tfdist")
 
 
 def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> PartitionedData:
@@ -25,13 +31,15 @@ def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
     Args:
         paths: A file, a directory, whose files are read in the order of their names, also in sub-directories, without
-            those that begin with `_` or `.`, or a list of these. On the local file system, or with a scheme that
-            pyarrow knows: `hdfs://`, `s3://`, `gs://`.
+            those that begin with `_` or `.`, or a list of these. On a file system, or URLs that fsspec knows:
+            `s3://bucket/rows`, `gs://`, `az://`, `hdfs://`; files by name also of web servers, `https://`. Credentials
+            are those of fsspec's library, in the environment of this process and of the workers.
 
     Raises:
-        ImportError: If pyarrow is not installed.
+        ImportError: If pyarrow, or fsspec or its library for a URL, is not installed.
         FileNotFoundError: There are no files.
-        ValueError: The files have different columns, or a file is not Parquet.
+        RuntimeError: An object store does not answer, or refuses, for 30 s.
+        ValueError: The files have different columns, a file is not Parquet, or fsspec does not know a URL.
     """
     return PartitionedData(parquet_source(paths))
 
@@ -46,7 +54,7 @@ def from_spark(
     Args:
         df: A `pyspark.sql.DataFrame`. It is computed once.
         store: A directory that the driver, the executors and the workers share under the same path: of a network file
-            system, or `hdfs://`, `s3://`. The files are written to a new directory in it.
+            system, or `hdfs://`, `s3a://`. The files are written to a new directory in it.
         vector_dtype: The type of the values of MLlib's vectors: "float32" or "float64".
         keep: Whether the files stay. By default they are removed when the returned object is closed or collected, at
             the latest when the driver's process ends.
@@ -78,17 +86,19 @@ def parquet_source(paths: Any) -> "ParquetSource":
     """Returns the blocks of Parquet files; see `from_parquet`."""
     import_arrow("pyarrow.parquet")
     path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    files = [file for path in path_list for file in _files(_absolute(os.fspath(path)))]
+    remote = RemoteFiles()
+    files = [file for path in path_list for file in _files(_absolute(os.fspath(path)), remote)]
     if not files:
-        raise FileNotFoundError(
-            f"There are no Parquet files. Received: {[os.fspath(path) for path in path_list]}. Expected: files, or "
-            "directories with files whose names do not begin with `_` or `.`. Check that the path is right, and that "
-            "this host sees it."
-        )
+        raise _no_files(str([os.fspath(path) for path in path_list]))
+
+    def footer(file: str) -> tuple[Any, list[int], Any]:
+        version = remote.version(file) if is_remote(file) else None
+        return *_footer(file, version and remote.open(file, version, START_PATIENCE_SECONDS)), version
+
     with concurrent.futures.ThreadPoolExecutor(_READING_FOOTERS) as threads:
-        footers = list(threads.map(_footer, files))
+        footers = list(threads.map(footer, files))
     schema = footers[0][0]
-    for file, (file_schema, _) in zip(files, footers, strict=True):
+    for file, (file_schema, _, _) in zip(files, footers, strict=True):
         if not file_schema.equals(schema):
             raise ValueError(
                 f"Parquet files have different columns or types. Received: {_difference(schema, file_schema)} in "
@@ -96,17 +106,28 @@ def parquet_source(paths: Any) -> "ParquetSource":
                 "separately, or write them again with one schema."
             )
     blocks = [
-        (file, group, rows) for file, (_, groups) in enumerate(footers) for group, rows in enumerate(groups) if rows
+        (file, group, rows) for file, (_, groups, _) in enumerate(footers) for group, rows in enumerate(groups) if rows
     ]
-    return ParquetSource(schema, files, blocks)
+    return ParquetSource(schema, files, blocks, remote, [version for _, _, version in footers])
 
 
 class ParquetSource(BlockSource):
     """The row groups of Parquet files."""
 
-    def __init__(self, schema: Any, files: Sequence[str], blocks: Sequence[tuple[int, int, int]]) -> None:
-        """Creates a source. `blocks` are the index of the file, the row group and the number of rows of each block."""
+    def __init__(
+        self,
+        schema: Any,
+        files: Sequence[str],
+        blocks: Sequence[tuple[int, int, int]],
+        remote: RemoteFiles,
+        versions: Sequence[Any],
+    ) -> None:
+        """Creates a source. `blocks` are the index of the file, the row group and the number of rows of each block.
+
+        `versions` are those of files at URLs, which `remote` opens, None for others.
+        """
         self.schema, self.files, self._blocks = schema, list(files), list(blocks)
+        self._remote, self._versions = remote, list(versions)
         self.rows_of_blocks = [rows for _, _, rows in blocks]
         self._open = threading.local()
 
@@ -119,35 +140,36 @@ class ParquetSource(BlockSource):
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
         file, group, _ = self._blocks[block]
+        remote: RemoteFile | None = None
         try:
-            return self._parquet_file(file).read_row_group(group, columns=list(columns))
-        except (OSError, IndexError) as error:
+            parquet, remote = self._parquet_file(file)
+            table = parquet.read_row_group(group, columns=list(columns))
+        except (OSError, IndexError, import_arrow().ArrowInvalid) as error:
+            if remote is not None:
+                remote.check()
             raise RuntimeError(
                 f"A file of the data cannot be read: {self.files[file]}. Received: {error}. Expected: the file that "
                 "the driver saw, under the same path. All workers must see the path; and files of a `store` live as "
                 "long as the driver's object."
             ) from error
+        if remote is not None:
+            remote.check()
+        return table
 
     def name_of(self, block: int) -> str:
         file, group, _ = self._blocks[block]
         return f"row group {group} of {self.files[file]}"
 
-    def _parquet_file(self, file: int) -> Any:
+    def _parquet_file(self, file: int) -> tuple[Any, RemoteFile | None]:
         """Returns an open file of this thread; its footer is read once."""
         if getattr(self._open, "file", None) != file:
-            self._open.parquet, self._open.file = _opened(self.files[file]), file
-        return self._open.parquet
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path has a scheme, so that `pyarrow.fs` opens it."""
-    return "://" in path
-
-
-def file_system(path: str) -> tuple[Any, str]:
-    """Returns the `pyarrow.fs.FileSystem` of a path, and the path there."""
-    files = import_arrow("pyarrow.fs")
-    return files.FileSystem.from_uri(path) if is_remote(path) else (files.LocalFileSystem(), path)
+            self._open.file = None
+            remote = self._remote.open(self.files[file], self._versions[file]) if self._versions[file] else None
+            self._open.parquet, self._open.remote = _opened(self.files[file], remote), remote
+            self._open.file = file
+        elif self._open.remote is not None:
+            self._open.remote.begin()
+        return self._open.parquet, self._open.remote
 
 
 def _absolute(path: str) -> str:
@@ -155,41 +177,48 @@ def _absolute(path: str) -> str:
     return local if is_remote(local) else os.path.abspath("/" + local.lstrip("/") if local != path else local)
 
 
-def _files(path: str) -> list[str]:
+def _files(path: str, remote: RemoteFiles) -> list[str]:
     """Returns a file, or the files of a directory in the order of their names."""
-    files = import_arrow("pyarrow.fs")
-    system, inner = file_system(path)
-    scheme = path[: path.index("://") + 3] if is_remote(path) else ""
-    kind = system.get_file_info(inner).type
-    if kind == files.FileType.File:
+    try:
+        found = remote.find(path) if is_remote(path) else _local_files(path)
+    except FileNotFoundError as error:
+        raise _no_files(f"{path!r}, {error.__cause__ or error}") from error
+    root = len(path.rstrip("/"))
+    hidden = ("_", ".")
+    return sorted(
+        file
+        for file in found
+        if file == path or not any(part.startswith(hidden) for part in file[root:].strip("/").split("/"))
+    )
+
+
+def _local_files(path: str) -> list[str]:
+    if not stat.S_ISDIR(os.stat(path).st_mode):
         return [path]
-    if kind == files.FileType.NotFound:
-        return []
-    inner_paths = []
-    for info in system.get_file_info(files.FileSelector(inner, recursive=True)):
-        parts = info.path[len(inner) :].strip("/").split("/")
-        if info.type == files.FileType.File and not any(part.startswith(("_", ".")) for part in parts):
-            inner_paths.append(info.path)
-    if not scheme:
-        return sorted(inner_paths)
-    host = path[: len(path) - len(inner.rstrip("/"))] if path.rstrip("/").endswith(inner.rstrip("/")) else scheme
-    return sorted(f"{host}{file}" for file in inner_paths)
+    files = import_arrow("pyarrow.fs")
+    infos = files.LocalFileSystem().get_file_info(files.FileSelector(path, recursive=True))
+    return [info.path for info in infos if info.type == files.FileType.File]
 
 
-def _opened(path: str) -> Any:
+def _no_files(received: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"There are no Parquet files. Received: {received}. Expected: files, or directories with files whose names do "
+        "not begin with `_` or `.`. Check that the path is right, and that this host sees it."
+    )
+
+
+def _opened(path: str, remote: RemoteFile | None) -> Any:
     parquet = import_arrow("pyarrow.parquet")
-    if not is_remote(path):
+    if remote is None:
         return parquet.ParquetFile(path, memory_map=True, coerce_int96_timestamp_unit=_INT96)
-    system, inner = file_system(path)
-    file = system.open_input_file(inner)
-    return parquet.ParquetFile(file, pre_buffer=True, coerce_int96_timestamp_unit=_INT96)
+    return parquet.ParquetFile(remote, pre_buffer=True, coerce_int96_timestamp_unit=_INT96)
 
 
-def _footer(path: str) -> tuple[Any, list[int]]:
+def _footer(path: str, remote: RemoteFile | None) -> tuple[Any, list[int]]:
     """Returns the schema of a file, and the numbers of rows of its row groups."""
     arrow = import_arrow()
     try:
-        file = _opened(path)
+        file = _opened(path, remote)
     except arrow.ArrowInvalid as error:
         raise ValueError(
             f"A file is not Parquet: {path}. Received: {error}. Expected: Parquet files only. Give the files by name, "
@@ -253,11 +282,13 @@ def _seen(path: str, rows: int | None, engine: str) -> PartitionedData:
 
 def _remove(path: str) -> None:
     """Removes a directory with what is in it; without an error if it has gone."""
-    system, inner = file_system(path if not path.startswith("file:") else "/" + path[5:].lstrip("/"))
-    try:
-        system.delete_dir(inner)
-    except OSError:
+    if not is_remote(path):
+        shutil.rmtree(_absolute(path), ignore_errors=True)
         return
+    try:
+        RemoteFiles().remove(path)
+    except RequestError as error:
+        _log.warning("Files of the data stay, and can be removed by hand: %s. %s", path, error)
 
 
 def with_lists_for_vectors(df: Any, dtype: str) -> Any:

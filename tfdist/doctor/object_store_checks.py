@@ -28,11 +28,11 @@ def check_object_store(context: CheckContext) -> list[Finding]:
         return []
     # Imported late: NumPy starts threads, and `tfdist run` has to be single-threaded.
     from tfdist.checkpoint import RemoteStoreError
-    from tfdist.checkpoint.remote.remote_objects import Objects, connect
+    from tfdist.checkpoint.remote.remote_objects import Objects, connect_store
 
     address = context.object_store
     try:
-        objects = Objects(*connect(address), patience_seconds=_PATIENCE_SECONDS)
+        objects = Objects(*connect_store(address), patience_seconds=_PATIENCE_SECONDS)
         objects.probe()
         speed = _write_speed(objects)
     except (ImportError, ValueError, RemoteStoreError) as error:

@@ -9,7 +9,8 @@ import time
 import pytest
 from optional_packages import require
 
-from tfdist.checkpoint.remote.remote_objects import Connection, Objects, connect
+from tfdist.checkpoint.remote.remote_objects import Objects, connect_store
+from tfdist.utils.remote_requests import Connection
 
 _CONTAINER = "container"
 _LIMIT_SECONDS = 60.0
@@ -56,7 +57,7 @@ def _connected(settings):
     import fsspec
 
     def objects(run, **options):
-        connection, path = connect(f"az://{_CONTAINER}/{run}")
+        connection, path = connect_store(f"az://{_CONTAINER}/{run}")
 
         def new():
             fsspec.config.conf["az"] = settings

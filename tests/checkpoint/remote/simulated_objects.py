@@ -3,7 +3,8 @@
 import random
 from typing import Any
 
-from tfdist.checkpoint.remote.remote_objects import Connection, Objects
+from tfdist.checkpoint.remote.remote_objects import Objects
+from tfdist.utils.remote_requests import Connection
 
 
 class Killed(BaseException):

@@ -9,8 +9,8 @@ from s3_server import S3Server
 from simulated_objects import FaultyFileSystem, World, objects_of
 
 from tfdist.checkpoint import RemoteStoreError
-from tfdist.checkpoint.remote import remote_objects
-from tfdist.checkpoint.remote.remote_objects import connect
+from tfdist.checkpoint.remote.remote_objects import connect_store
+from tfdist.utils import remote_requests
 
 
 class Scripted(FaultyFileSystem):
@@ -100,11 +100,11 @@ def test_a_store_without_conditions_is_told(caplog, honours, is_conditional):
 
 def test_a_program_that_exits_gives_up_soon(monkeypatch):
     ended = type("Ended", (), {"is_alive": staticmethod(lambda: False)})
-    monkeypatch.setattr(remote_objects.threading, "main_thread", lambda: ended)
+    monkeypatch.setattr(remote_requests.threading, "main_thread", lambda: ended)
     objects = objects_of(Scripted(*[OSError(5, "no")] * 1000))
     with pytest.raises(RemoteStoreError):
         objects.get("a")
-    assert objects.clock() <= remote_objects._PATIENCE_AT_EXIT_SECONDS
+    assert objects.clock() <= remote_requests._PATIENCE_AT_EXIT_SECONDS
     closed = Scripted(RuntimeError("cannot schedule new futures after shutdown"))
     with pytest.raises(RemoteStoreError):
         objects_of(closed).get("a")
@@ -112,11 +112,11 @@ def test_a_program_that_exits_gives_up_soon(monkeypatch):
 
 
 def test_a_process_that_forks_connects_again(monkeypatch):
-    connection, path = connect("memory://bucket/run/")
+    connection, path = connect_store("memory://bucket/run/")
     assert path == "/bucket/run"
     first = connection.file_system
     assert connection.file_system is first
-    monkeypatch.setattr(remote_objects.os, "getpid", lambda: -1)
+    monkeypatch.setattr(remote_requests.os, "getpid", lambda: -1)
     assert connection.file_system is not first
 
 
@@ -128,7 +128,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(ImportError, match=r"The library for s3:// is not installed. .* pip install 'tfdist\[remote\]'"):
-        connect("s3://bucket/run")
+        connect_store("s3://bucket/run")
 
 
 def test_a_server_that_never_replies_ends_a_request():

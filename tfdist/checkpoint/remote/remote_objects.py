@@ -1,117 +1,34 @@
-"""Requests to an object store through fsspec: repeated until they succeed or the patience of an operation ends."""
+"""The objects of a training on an object store: read, written, created once, removed and listed."""
 
 import contextlib
 import errno
 import logging
-import os
-import random
 import secrets
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tfdist.checkpoint.errors import RemoteStoreError
-from tfdist.utils.optional_modules import import_library
+from tfdist.utils.remote_requests import Connection, Requests, connect
 
-PATIENCE_SECONDS = 120.0
-_REQUEST_SECONDS, _SHORTEST_REQUEST_SECONDS = 60.0, 2.0
-_PATIENCE_AT_EXIT_SECONDS = 10.0
-_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 8.0
-# Their libraries send the condition of a creation to the server. Others look first and write then, or refuse.
-_CONDITIONAL_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
-_MISTAKES = (TypeError, AttributeError, NotImplementedError, ImportError)  # not the store's
 _log = logging.getLogger("tfdist")
-# Its own, so that a background thread does not draw from the generator whose state a training restores.
-_jitter = random.Random()
 
 
-class Connection:
-    """The file system of a URL, a new one in each process: its threads do not survive a fork.
-
-    Attributes:
-        creates_once: Whether of two creations of an object one fails. Assumed until `is_probed`.
-        is_probed: Whether that was found out.
-    """
-
-    def __init__(self, connect: Callable[[], Any], *, is_conditional: bool = True) -> None:
-        """`is_conditional`: whether the library sends the condition of a creation to the server."""
-        self._connect, self._process, self._file_system = connect, 0, None
-        self.creates_once, self.is_probed = is_conditional, False
-
-    @property
-    def file_system(self) -> Any:
-        """The file system for this process."""
-        if self._process != os.getpid():
-            self._file_system, self._process = self._connect(), os.getpid()
-        return self._file_system
+def connect_store(url: str) -> tuple[Connection, str]:
+    """Returns the connection and the path of the address of a training; see `connect`."""
+    return connect(url, argument="directory", purpose="reads and writes checkpoints on object stores")
 
 
-def connect(url: str) -> tuple[Connection, str]:
-    """Returns the connection of a URL, which is made when it is used, and the path within it.
+class Objects(Requests):
+    """The objects below a path."""
 
-    Raises:
-        ImportError: If fsspec, or its library for this store, is not installed.
-        ValueError: If fsspec does not know such URLs.
-    """
-    fsspec = import_library("fsspec", "reads and writes checkpoints on object stores", "remote")
-    protocol = url.partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        raise ImportError(
-            f"The library for {protocol}:// is not installed. Received: {url!r}; {error}. Expected: the extra "
-            "`remote`. Run: pip install 'tfdist[remote]'"
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f"Invalid `directory`: an address of unknown kind. Received: directory={url!r}. Expected: a path, or an "
-            "address that fsspec knows, such as s3://bucket/run, gs://bucket/run or az://container/run."
-        ) from error
+    error = RemoteStoreError
+    permissions = "read, write, list and delete"
+    is_awaited = False
 
-    def new() -> Any:
-        # A listing that is cached says "not found" for what exists.
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if protocol in ("s3", "s3a"):
-            configured = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
-            # `Objects` repeats requests; repeated by three layers they would take minutes to fail.
-            only_once = {"retries": {"total_max_attempts": 1}}
-            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, **configured, **only_once}
-        file_system, _ = fsspec.core.url_to_fs(url, **options)
-        if hasattr(file_system, "retries"):
-            file_system.retries = 1
-        return file_system
-
-    path = fsspec.core.strip_protocol(url).rstrip("/")
-    return Connection(new, is_conditional=protocol in _CONDITIONAL_PROTOCOLS), path
-
-
-@dataclass
-class _Trouble:
-    seconds: float = 0.0  # that failed requests and pauses took
-
-
-class Objects:
-    """The objects below a path.
-
-    Any request may fail, fail although it has succeeded, or succeed after it has failed. So a request is repeated with
-    growing pauses until the failures of an operation have taken `patience_seconds` together; time in which requests
-    succeed does not count.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        root: str,
-        *,
-        patience_seconds: float | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.connection, self.root, self.sleep, self.clock = connection, root, sleep, clock
-        self._patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-        self._trouble = _Trouble()
+    def __init__(self, connection: Connection, root: str, **options: Any) -> None:
+        """`options` are those of `Requests`."""
+        super().__init__(connection, **options)
+        self.root = root
 
     def for_operation(self, patience_seconds: float | None = None) -> "Objects":
         """Returns the same objects with new patience."""
@@ -220,39 +137,7 @@ class Objects:
             )
 
     def _repeat(self, action: str, key: str, request: Callable[[str, Any, dict[str, float]], Any]) -> Any:
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            started = self.clock()
-            try:
-                return request(self._path(key), self.connection.file_system, self._limit())
-            except (FileNotFoundError, FileExistsError, *_MISTAKES):
-                raise
-            except Exception as error:
-                self._trouble.seconds += self.clock() - started
-                is_exiting = not threading.main_thread().is_alive()
-                patience = min(self._patience_seconds, _PATIENCE_AT_EXIT_SECONDS if is_exiting else float("inf"))
-                # Python's executors, which resolve names, accept nothing when the program exits.
-                is_hopeless = is_exiting and isinstance(error, RuntimeError)
-                if is_hopeless or self._trouble.seconds + pause > patience:
-                    raise RemoteStoreError(
-                        f"The object {self._path(key)!r} could not be {action}. Received: {type(error).__name__}: "
-                        f"{error}, and failures for {self._trouble.seconds:.0f} s. Expected: a store that answers, and "
-                        "permission to read, write, list and delete below this address. Check the address, the "
-                        "credentials and the network."
-                    ) from error
-                _log.debug("%s could not be %s, which is tried again: %s", self._path(key), action, error)
-            self.sleep(pause * _jitter.uniform(0.5, 1.0))
-            self._trouble.seconds += pause
-            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
-
-    def _limit(self) -> dict[str, float]:
-        """Returns the argument of fsspec that ends a request without a reply, if the library has it.
-
-        Those of the library do not suffice: that of S3 waits without end for the permission to send what it writes.
-        """
-        left = max(self._patience_seconds - self._trouble.seconds, _SHORTEST_REQUEST_SECONDS)
-        has_limit = getattr(self.connection.file_system, "async_impl", False)
-        return {"timeout": min(_REQUEST_SECONDS, left)} if has_limit else {}
+        return self.repeat(action, self._path(key), request)
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"

@@ -27,7 +27,7 @@ from tfdist.checkpoint.remote.commit_log import (
 )
 from tfdist.checkpoint.remote.parts import block_sizes, folder_of, remove_folder, upload_part
 from tfdist.checkpoint.remote.remote_checkpoint import RemoteCheckpoint
-from tfdist.checkpoint.remote.remote_objects import Objects, connect
+from tfdist.checkpoint.remote.remote_objects import Objects, connect_store
 from tfdist.checkpoint.remote.run_ownership import BEAT_SECONDS, RunOwnership
 from tfdist.checkpoint.shard import Json, Shard, dump_metadata
 from tfdist.checkpoint.sharded_save import (
@@ -90,7 +90,7 @@ class RemoteStore:
         check_seconds("peer_timeout_seconds", peer_timeout_seconds)
         self.location, self.peer_timeout_seconds = url, peer_timeout_seconds
         self._keep = keep
-        self._objects = Objects(*connect(url)) if objects is None else objects
+        self._objects = Objects(*connect_store(url)) if objects is None else objects
         self._beat_seconds = beat_seconds
         self._ownership = RunOwnership(self._objects, beat_seconds=beat_seconds)
         self._known_complete: set[Position] = set()

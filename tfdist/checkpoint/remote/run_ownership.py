@@ -14,13 +14,13 @@ from tfdist.checkpoint.directory_lock import LOCK_TIMEOUT_SECONDS
 from tfdist.checkpoint.errors import CheckpointError, RemoteStoreError, SupersededError
 from tfdist.checkpoint.remote.commit_log import EpochWriter, create_epoch, epoch_key, fill_gaps, newest_epoch
 from tfdist.checkpoint.remote.remote_objects import Objects
+from tfdist.utils.remote_requests import START_PATIENCE_SECONDS
 
 BEAT_SECONDS = 10.0
 _LEASE_BEATS = 3  # an owner that has not shown itself for so many beats is taken for dead
 _RELEASED = b"released"
 _POLL_SECONDS = 1.0
 _MAX_RACES = 100
-_START_PATIENCE_SECONDS = 30.0  # a wrong address should not take long to be reported
 _log = logging.getLogger("tfdist")
 
 
@@ -103,7 +103,7 @@ class RunOwnership:
                 self._objects.for_operation(10.0).put(_beat_key(writer.epoch), _RELEASED)
 
     def _prepared(self) -> Objects:
-        self._objects.for_operation(_START_PATIENCE_SECONDS).probe()
+        self._objects.for_operation(START_PATIENCE_SECONDS).probe()
         objects = self._objects.for_operation()
         fill_gaps(objects)
         return objects

@@ -7,7 +7,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from tfdist.checkpoint.remote.remote_objects import Connection, Objects, connect
+from tfdist.checkpoint.remote.remote_objects import Objects, connect_store
+from tfdist.utils.remote_requests import Connection
 
 BUCKET = "bucket"
 
@@ -36,7 +37,7 @@ class S3Server:
             "client_kwargs": {"region_name": "us-west-2"},
         }
         url = f"s3://{BUCKET}/{run}"
-        connection, path = connect(url)
+        connection, path = connect_store(url)
 
         def new():
             fsspec.config.conf["s3"] = settings
