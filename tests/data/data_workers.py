@@ -76,7 +76,7 @@ def main(folder, parquet, case, options):
     keras.utils.set_random_seed(3)
     read = set()
     count_blocks(read)
-    data = from_parquet(parquet)
+    data = from_parquet(options.get("url", parquet))
     given = {"features": {"x": ["a", "b"], "id": "id"}, "label": "y", **options["dataset"]}
     dataset = data.dataset(**given)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""Two workers read their own rows, make equally many steps, and resume after a kill with the same bits."""
+"""Two workers read their own rows, make equally many steps, and resume after a kill with the same bits, also from S3."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launched_runs import launch
+from optional_packages import require
+from s3_server import BUCKET, s3_server
+
+from tfdist.data import from_parquet
+
+require("s3fs", "moto", "flask")
 
 _SCRIPT = Path(__file__).with_name("data_workers.py")
 _RATE, _EPOCHS, _ROWS_OF_FILES = 0.05, 2, (5, 0, 13, 3, 8)
@@ -16,7 +22,7 @@ CASES = {
     "plain": {"dataset": {"batch_size": 6}},
     "few": {"dataset": {"batch_size": 1}},
     "whole": {"dataset": _SHUFFLED, "recover": True},
-    "killed": {"dataset": _SHUFFLED, "recover": True, "faults": [[1, 9]]},
+    "killed": {"dataset": _SHUFFLED, "recover": True, "faults": [[1, 9]], "url": f"s3://{BUCKET}/rows"},
 }
 pytestmark = pytest.mark.multi_process
 
@@ -37,12 +43,28 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workers(rows, tmp_path_factory):
+def server(rows):
+    """An S3 server that has the files, which this process and those that it starts use."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        file_system = server.objects("owner", "rows").connection.file_system
+        file_system.put(f"{rows[0]}/", f"{BUCKET}/rows", recursive=True, ACL="public-read")
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def workers(rows, server, tmp_path_factory):
+    """Every tenth request is refused, or its connection reset."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "cases.json").write_text(json.dumps(CASES))
     names = ",".join(CASES)
     options = ["--workers", "2", "--max-restarts", "1", "--restart-delay", "0"]
-    return launch(folder, _SCRIPT, str(rows[0]), str(folder / "cases.json"), names, options=options).assert_complete()
+    server.control(rates={"unavailable": 0.05, "reset": 0.05}, seed=0)
+    run = launch(folder, _SCRIPT, str(rows[0]), str(folder / "cases.json"), names, options=options).assert_complete()
+    hits = server.control(rates={}, seed=0)["hits"]
+    assert hits["unavailable"] and hits["reset"]
+    return run
 
 
 def steps_of(run, case, attempts=(0,), workers=2):
@@ -90,6 +112,22 @@ def test_batches_are_those_of_two_streams(workers):
 def test_a_worker_reads_only_its_own_blocks(workers):
     assert workers.json("plain-0-0.json")["blocks"] == [0, 1, 2, 3, 4]
     assert workers.json("plain-1-0.json")["blocks"] == [4, 5, 6, 7, 8]
+    assert workers.json("killed-1-1.json")["blocks"] == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("web", [False, True], ids=["s3", "http"])
+def test_a_url_gives_the_rows_of_a_path(rows, server, web):
+    url = f"{server.address}/{BUCKET}/rows/part-2.parquet" if web else f"s3://{BUCKET}/rows/part-2.parquet"
+    local, remote = from_parquet(rows[0] / "part-2.parquet"), from_parquet(url)
+    assert remote.rows_of_blocks == local.rows_of_blocks == (4, 4, 4, 1)
+    assert remote._source.read(2, ["w", "id"]) == local._source.read(2, ["w", "id"])
+    size, version = remote._source._versions[0]
+    assert size == (rows[0] / "part-2.parquet").stat().st_size and len(version) > 8, "an ETag"
+
+
+def test_a_bucket_that_is_missing_is_named(server):
+    with pytest.raises(FileNotFoundError, match="'s3://elsewhere/rows', .*specified bucket does not exist"):
+        from_parquet("s3://elsewhere/rows")
 
 
 def test_a_training_that_is_killed_in_a_shuffled_epoch_ends_with_the_same_bits(workers):

@@ -19,6 +19,12 @@ class S3Server:
     def __init__(self, address):
         self.address = address
 
+    @property
+    def environment(self):
+        """The variables of processes that use it without an account."""
+        credentials = {"AWS_ACCESS_KEY_ID": "worker", "AWS_SECRET_ACCESS_KEY": "secret"}
+        return {"AWS_ENDPOINT_URL": self.address, "AWS_DEFAULT_REGION": "us-west-2", **credentials}
+
     def control(self, **orders):
         """See `Proxy.control`."""
         content, headers = json.dumps(orders).encode(), {"Content-Type": "application/json"}

@@ -140,10 +140,12 @@ class ParquetSource(BlockSource):
 
     def read(self, block: int, columns: Sequence[str]) -> Any:
         file, group, _ = self._blocks[block]
-        remote: RemoteFile | None = None
+        opened = self._opened_file(file)
+        remote: RemoteFile | None = opened.remote
         try:
-            parquet, remote = self._parquet_file(file)
-            table = parquet.read_row_group(group, columns=list(columns))
+            if opened.parquet is None:
+                opened.parquet = _parquet_file(self.files[file], remote)
+            table = opened.parquet.read_row_group(group, columns=list(columns))
         except (OSError, IndexError, import_arrow().ArrowInvalid) as error:
             if remote is not None:
                 remote.check()
@@ -160,16 +162,16 @@ class ParquetSource(BlockSource):
         file, group, _ = self._blocks[block]
         return f"row group {group} of {self.files[file]}"
 
-    def _parquet_file(self, file: int) -> tuple[Any, RemoteFile | None]:
-        """Returns an open file of this thread; its footer is read once."""
-        if getattr(self._open, "file", None) != file:
-            self._open.file = None
-            remote = self._remote.open(self.files[file], self._versions[file]) if self._versions[file] else None
-            self._open.parquet, self._open.remote = _opened(self.files[file], remote), remote
-            self._open.file = file
-        elif self._open.remote is not None:
-            self._open.remote.begin()
-        return self._open.parquet, self._open.remote
+    def _opened_file(self, file: int) -> Any:
+        """Returns what is open in this thread: `parquet`, whose footer is read once, over `remote`, None for a path."""
+        opened = self._open
+        if getattr(opened, "file", None) != file:
+            version = self._versions[file]
+            opened.remote = version and self._remote.open(self.files[file], version)
+            opened.file, opened.parquet = file, None
+        elif opened.remote is not None:
+            opened.remote.begin()
+        return opened
 
 
 def _absolute(path: str) -> str:
@@ -207,7 +209,7 @@ def _no_files(received: str) -> FileNotFoundError:
     )
 
 
-def _opened(path: str, remote: RemoteFile | None) -> Any:
+def _parquet_file(path: str, remote: RemoteFile | None) -> Any:
     parquet = import_arrow("pyarrow.parquet")
     if remote is None:
         return parquet.ParquetFile(path, memory_map=True, coerce_int96_timestamp_unit=_INT96)
@@ -218,7 +220,7 @@ def _footer(path: str, remote: RemoteFile | None) -> tuple[Any, list[int]]:
     """Returns the schema of a file, and the numbers of rows of its row groups."""
     arrow = import_arrow()
     try:
-        file = _opened(path, remote)
+        file = _parquet_file(path, remote)
     except arrow.ArrowInvalid as error:
         raise ValueError(
             f"A file is not Parquet: {path}. Received: {error}. Expected: Parquet files only. Give the files by name, "
