@@ -1,4 +1,4 @@
-"""Two workers read their own rows, make equally many steps, and resume after a kill with the same bits, also from S3."""
+"""Two workers read their own rows, make equally many steps, and resume after a kill with the same bits, from S3."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from child_environment import run_python
 from launched_runs import launch
 from optional_packages import require
 from s3_server import BUCKET, s3_server
@@ -135,6 +136,19 @@ def test_a_training_that_is_killed_in_a_shuffled_epoch_ends_with_the_same_bits(w
     assert len({tuple(whole[epoch, 0]) for epoch in range(_EPOCHS)}) == _EPOCHS
     assert steps_of(workers, "killed", (0, 1)) == whole
     np.testing.assert_array_equal(workers.arrays("killed-0-1.npz")["kernel"], workers.arrays("whole-0-0.npz")["kernel"])
+
+
+@pytest.mark.long
+def test_a_process_that_forks_connects_again(server):
+    program = (
+        "import os; from tfdist.data import from_parquet\n"
+        f"source = from_parquet('s3://{BUCKET}/rows')._source\n"
+        "first, child = source.read(0, ['id']), os.fork()\n"
+        "assert source.read(0, ['id']) == first and source.read(5, ['id']).num_rows\n"
+        "child or os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0 and source.read(7, ['id']).num_rows\n"
+    )
+    assert run_python("-c", program, limit_seconds=180).stderr == "", "nothing was waited for or closed"
 
 
 @pytest.mark.long

@@ -140,7 +140,7 @@ def test_requests_that_fail_are_repeated_for_some_time(folder, url, monkeypatch,
         assert data._source.read(1, ["a"]).num_rows == 4 and not failing.left
     assert not caplog.records
     monkeypatch.setattr(remote_requests, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(remote_requests, "_TOLD_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(remote_requests, "_REPORTED_AFTER_SECONDS", 0.05)
     failing.left = 10**6
     name = f"{url.removeprefix('memory:/')}/part-0.parquet"
     with (

@@ -290,7 +290,7 @@ def _remove(path: str) -> None:
     try:
         RemoteFiles().remove(path)
     except RequestError as error:
-        _log.warning("Files of the data stay, and can be removed by hand: %s. %s", path, error)
+        _log.warning("Files of the data stay at %s, and can be removed by hand. Received: %s", path, error)
 
 
 def with_lists_for_vectors(df: Any, dtype: str) -> Any:

@@ -63,6 +63,7 @@ class RemoteFiles:
     def remove(self, url: str) -> None:
         """Removes a directory with what is in it; without an error if it has gone."""
         requests, path = self._requests(url, None)
+        requests.permissions = "read, list and delete"
         try:
             requests.repeat("removed", path, lambda path, fs, limit: fs.rm(path, recursive=True, **limit))
         except FileNotFoundError:

@@ -14,7 +14,7 @@ from tfdist.utils.optional_modules import import_library
 PATIENCE_SECONDS = 120.0
 START_PATIENCE_SECONDS = 30.0  # a wrong address should not take long to be reported
 _REQUEST_SECONDS, _SHORTEST_REQUEST_SECONDS = 60.0, 2.0
-_PATIENCE_AT_EXIT_SECONDS, _TOLD_AFTER_SECONDS = 10.0, 5.0
+_PATIENCE_AT_EXIT_SECONDS, _REPORTED_AFTER_SECONDS = 10.0, 5.0
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 8.0
 # Their libraries send the condition of a creation to the server. Others look first and write then, or refuse.
 _CONDITIONAL_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
@@ -34,13 +34,16 @@ class Connection:
 
     def __init__(self, connect: Callable[[], Any], *, is_conditional: bool = True) -> None:
         """`is_conditional`: whether the library sends the condition of a creation to the server."""
-        self._connect, self._process, self._file_system = connect, 0, None
+        self._connect, self._process = connect, 0
+        self._file_system = self._inherited = None
         self.creates_once, self.is_probed = is_conditional, False
 
     @property
     def file_system(self) -> Any:
         """The file system for this process."""
         if self._process != os.getpid():
+            # Not released: that would close connections which the other process uses, in a loop that runs there only.
+            self._inherited = self._file_system
             self._file_system, self._process = self._connect(), os.getpid()
         return self._file_system
 
@@ -108,7 +111,7 @@ class Requests:
 
     error: type[RuntimeError] = RequestError
     permissions = "read and list"  # what must be allowed
-    is_awaited = True  # whether the program waits for it, so that long failures are told
+    is_awaited = True  # whether the program waits for it, so that it is warned of long failures
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Requests:
             RuntimeError: `error`, if the patience of the operation has ended.
         """
         raised: tuple[type[Exception], ...] = (FileNotFoundError, FileExistsError, *_MISTAKES, *final)
-        pause, is_told = _FIRST_PAUSE_SECONDS, not self.is_awaited
+        pause, is_reported = _FIRST_PAUSE_SECONDS, not self.is_awaited
         while True:
             started = self.clock()
             try:
@@ -154,7 +157,7 @@ class Requests:
                 is_exiting = not threading.main_thread().is_alive()
                 patience = min(self._patience_seconds, _PATIENCE_AT_EXIT_SECONDS if is_exiting else float("inf"))
                 # Python's executors, which resolve names, accept nothing when the program exits.
-                is_hopeless = is_exiting and isinstance(error, RuntimeError)
+                is_hopeless = is_exiting and (isinstance(error, RuntimeError) or "cannot schedule new" in str(error))
                 if is_hopeless or self._trouble.seconds + pause > patience:
                     raise self.error(
                         f"The object {path!r} could not be {action}. Received: {type(error).__name__}: "
@@ -163,8 +166,8 @@ class Requests:
                         "the network."
                     ) from error
                 level = logging.DEBUG
-                if not is_told and self._trouble.seconds > _TOLD_AFTER_SECONDS:
-                    is_told, level = True, logging.WARNING
+                if not is_reported and self._trouble.seconds > _REPORTED_AFTER_SECONDS:
+                    is_reported, level = True, logging.WARNING
                 message = "The object %r could not be %s, which is tried again for %.0f s: %s: %s"
                 _log.log(level, message, path, action, patience - self._trouble.seconds, type(error).__name__, error)
             self.sleep(pause * _jitter.uniform(0.5, 1.0))
