@@ -75,8 +75,8 @@ def trained(scope, case):
 
 def asked_for_batches(strategy):
     """By case: the largest difference from one process, and the questions of `fit`, `evaluate` and `predict`."""
-    # Three further cases have the rows of "arrays". One process trains on these, not least as Keras' means count a
-    # batch too many there at the end of data of an unknown number of static batches.
+    # Three other cases have the rows of "arrays", so one process trains on these once. Besides, Keras' means in one
+    # process count a batch too many at the end of data of an unknown number of static batches.
     references = {
         case: in_one_process(lambda default, case=case: trained(default.scope(), case)[0])
         for case in ("arrays", "partial in executions of 3", "one row left")
