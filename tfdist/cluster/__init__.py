@@ -36,7 +36,6 @@ __all__ = [
     "is_kubernetes_cluster",
     "is_slurm_step",
     "new_seed",
-    "requested_workers",
     "seed_of_run",
     "wait_for_peers",
     "why_unreachable",
