@@ -133,8 +133,6 @@ class FailureRecovery(LastCallback):
             ValueError: If an argument is invalid.
         """
         super().__init__()
-        if every_steps is None and every_seconds is None and every_epochs is None:
-            every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
         self._tiers = StorageTiers.open(
             directory,

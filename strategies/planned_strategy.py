@@ -21,7 +21,7 @@ from tfdist.strategies.mirrored_strategy import MirroredStrategy
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
 from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy
-from tfdist.strategies.worker_start import compare_plans, requested_workers
+from tfdist.strategies.worker_start import compare_plans
 
 _PROBE_VARIABLE = "TFDIST_PROBE"  # set while `tfdist plan` measures the program
 # The names that a file may contain. Nothing else is looked up.
@@ -116,7 +116,7 @@ def _plan_of_cluster(file: PlanFile, path: str, config: cluster.ClusterConfig) -
     plan = plan_for(file, present)
     if plan is not None:
         return plan
-    all_workers = requested_workers()
+    all_workers = cluster.requested_workers()
     if all_workers is not None and all_workers > workers and not chiefs and not servers:
         plan = plan_for(file, [Processes(all_workers)])
         if plan is not None and _fits_any_number(plan.strategy.arguments):

@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import new_seed
+from tfdist.cluster import new_seed, requested_workers
 from tfdist.collectives.key_values import key_values
 from tfdist.tensorflow_internals.runtime import global_seed
 from tfdist.tensorflow_internals.xla_functions import leave_xla_to_users
-from tfdist.utils.argument_checks import optional_integer_variable
 
 _DRIVER = "libcuda.so.1"
 _UUID_BYTES = 16
@@ -71,12 +70,6 @@ def compare_plans(rank: int, num_workers: int, name: str, plan: str) -> None:
             f"worker {different_workers[0]}. Expected: the same file on every host. Copy the plan of one host to all, "
             "or write it to a directory that they share."
         )
-
-
-def requested_workers() -> int | None:
-    """Returns the number of workers that `tfdist run` was to start; None under other launchers."""
-    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
-    return optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy)
 
 
 def default_micro_batches(workers: int) -> int:

@@ -16,10 +16,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 _TESTS = Path(__file__).parent
 # Their tests check a run that an earlier file starts. At the same time they would only wait for another test process.
 _LAST = {
+    _TESTS / "elastic" / "test_elastic_local_updates.py",
     _TESTS / "parameter_server" / "test_cluster_training.py",
     _TESTS / "parameter_server" / "test_federated_averaging.py",
     _TESTS / "strategies" / "test_elastic_on_workers.py",
+    _TESTS / "strategies" / "test_guards_on_workers.py",
     _TESTS / "strategies" / "test_multi_worker_strategy.py",
+    _TESTS / "strategies" / "test_shared_paths.py",
 }
 # Directories whose tests mostly wait, for processes without TensorFlow and for limits of seconds.
 _WAITING = {_TESTS / name for name in ("cluster", "exchange", "launch", "membership", "transport")}

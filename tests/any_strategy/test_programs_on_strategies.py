@@ -53,6 +53,7 @@ FACTORS = {
 }
 BY_DEFAULT = {
     **FACTORS,
+    "strategy": [name for name in STRATEGIES if name not in ("three replicas", "stages")],
     "optimizer": ["everything_scaled"],
     "program": ["numbers and words", "sequences"],
     "execution": ["one step", "eager"],

@@ -1,6 +1,5 @@
 """The program of the workers in `test_shares_on_workers.py`: rank 0 has one device, rank 1 two."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ import tensorflow as tf
 import unequal_programs
 from graph_ancestors import ancestors
 
-from tfdist import cluster
-from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
 from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.strategies import MultiWorkerMirroredStrategy
@@ -66,25 +63,9 @@ class Rows(keras.callbacks.Callback):
 
 
 def resumed(folder, **options):
-    """The outcome of a training that another `fit` resumes in the middle of an accumulation, and its shares."""
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 2:
-                raise InterruptedError
-
-    def fit(*callbacks):
-        strategy = MultiWorkerMirroredStrategy(**options)
-        model = unequal_programs.compiled(strategy, gradient_accumulation_steps=2)
-        recovery = FailureRecovery(folder, every_steps=1)
-        data = {"batch_size": 8, "shuffle": False}
-        history = model.fit(*unequal_programs.ARRAYS, **data, epochs=2, callbacks=[recovery, *callbacks], verbose=0)
-        shares = [one.share for one in strategy.row_shares.stats()]
-        return {"logs": unequal_programs.logs(history), "weights": model.get_weights(), "shares": shares}
-
-    with contextlib.suppress(InterruptedError):
-        fit(Stop())
-    return fit()
+    """The outcome of a training that another `fit` resumes, and its shares."""
+    outcome, strategy = unequal_programs.resumed(lambda: MultiWorkerMirroredStrategy(**options), folder)
+    return {**outcome, "shares": [one.share for one in strategy.row_shares.stats()]}
 
 
 def static_shares(strategy):
@@ -115,10 +96,9 @@ def note_order():
     return found
 
 
-def main(folder: Path, programs) -> None:
-    rank = cluster.detect().rank
-    device = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))
+def main(folder: Path, name: str) -> None:
+    programs = getattr(share_programs, name)
+    rank = unequal_programs.set_devices()
     ordered = note_order()
     moving_shares.install()
     strategy = moving_shares.strategy()
@@ -143,4 +123,4 @@ def main(folder: Path, programs) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), getattr(share_programs, sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -7,38 +7,31 @@ import moving_shares
 import numpy as np
 import pytest
 import share_programs
+from elastic_programs import assert_close, of
 from launched_runs import launch_once
 from one_process import in_one_process
+from shared_workers import run_of_program
 
 pytestmark = [pytest.mark.usefixtures("cpus"), pytest.mark.multi_process]
 _SCRIPT = Path(__file__).with_name("on_workers_shares.py")
 
 
-def run(tmp_path_factory, name, programs):
+def seen_by_ranks(run):
     """The outcomes and the observations of each rank."""
-    options = {"options": ["--workers", "2"], "paths": [_SCRIPT.parents[1] / "strategies"]}
-    run = launch_once(tmp_path_factory, name, _SCRIPT, programs, **options).assert_complete()
+    run.assert_complete()
     return [run.arrays(f"shares-{rank}.npz") for rank in range(2)], [run.json(f"seen-{rank}.json") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    return run(tmp_path_factory, "moving shares", "PROGRAMS")
+def workers(request):
+    return seen_by_ranks(run_of_program(request, "on_workers_shares"))
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    return run(tmp_path_factory, "more moving shares", "MORE")
-
-
-def of(arrays, program):
-    return {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith(f"{program}/")}
-
-
-def assert_close(ours, theirs, tolerance=2e-5):
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance, err_msg=name)
+    options = {"options": ["--workers", "2"], "paths": [_SCRIPT.parents[1] / "strategies"]}
+    run = launch_once(tmp_path_factory, "more moving shares", _SCRIPT, "MORE", **options)
+    return seen_by_ranks(run)
 
 
 def assert_equals_one_process(workers, program):

@@ -124,8 +124,9 @@ def resumed(folder, save):
 
 
 def main(folder, devices):
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+    if int(devices) > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * int(devices))
     strategy = MultiWorkerMirroredStrategy()
     seen = {"rank": strategy.rank}
 
@@ -151,4 +152,4 @@ def main(folder, devices):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from launched_runs import launch_once
 from local_models import MODE, ReferenceWorkers, compiled, fit
+from shared_workers import run_of_program
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.checkpoint import CheckpointStore
@@ -26,8 +27,10 @@ def devices(request):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, devices):
+def run(request, tmp_path_factory, devices):
     """Two workers of one device, or of two."""
+    if devices == 1:
+        return run_of_program(request, "on_workers_local").assert_complete()
     name = f"local updates {devices}"
     options = ["--workers", "2"]
     return launch_once(tmp_path_factory, name, _SCRIPT, str(devices), options=options).assert_complete()

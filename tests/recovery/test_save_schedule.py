@@ -26,6 +26,7 @@ def test_steps(coordinations):
 
 def test_epochs(coordinations):
     (alone,) = coordinations(1)
+    assert SaveInterval() == SaveInterval(epochs=1)
     for every, due in ((1, [0, 1, 2, 3, 4]), (2, [1, 3]), (None, [])):
         schedule = SaveSchedule(SaveInterval(epochs=every, steps=1), alone, 0)
         assert [epoch for epoch in range(5) if schedule.is_due_after_epoch(epoch)] == due

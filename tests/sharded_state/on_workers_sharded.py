@@ -53,9 +53,11 @@ def read_alone(model, rank, end):
         end.touch()
 
 
-def main(folder, devices):
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+def main(folder, *devices):
+    own = int(devices[cluster.detect().rank])
+    if own > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * own)
     sharded = MultiWorkerMirroredStrategy(shard_optimizer_state=True)
     whole = MultiWorkerMirroredStrategy()
     rank = sharded.rank
@@ -87,4 +89,4 @@ def main(folder, devices):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2 + cluster.detect().rank]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -9,6 +9,7 @@ import pytest
 import sharded_models
 import tensorflow as tf
 from launched_runs import launch_once
+from shared_workers import run_of_program
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MirroredStrategy
@@ -28,8 +29,10 @@ def devices(request):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, devices):
+def run(request, tmp_path_factory, devices):
     """Two workers of one device, or of several, or more workers."""
+    if devices == (1, 1):
+        return run_of_program(request, "on_workers_sharded").assert_complete()
     name = f"sharded state {devices}"
     numbers = map(str, devices)
     return launch_once(

@@ -7,6 +7,8 @@ import tensorflow as tf
 from tfdist.training.strategy_protocol import training_strategy
 
 ROWS, FEATURES, CLASSES = 44, 6, 3  # batches of 16, 16 and 12: four parts of each are even
+# A dozen updates of sums that associate differently; Adam passes on the relative error of small gradients.
+TOLERANCE = 2e-5
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(ROWS, FEATURES)).astype("float32")
 LABELS = _random.integers(0, CLASSES, size=ROWS).astype("int32")
@@ -163,3 +165,15 @@ def flat(outcomes):
         for key, values in outcome.items()
         for index, value in enumerate(values)
     }
+
+
+def of(arrays, name):
+    """The arrays of one outcome."""
+    return {key.partition("/")[2]: array for key, array in arrays.items() if key.startswith(f"{name}/")}
+
+
+def assert_close(ours, theirs, tolerance=TOLERANCE):
+    """Compares arrays by their names."""
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance, err_msg=name)

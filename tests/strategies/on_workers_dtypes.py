@@ -169,7 +169,8 @@ MORE_MODELS = {
 }
 
 
-def main(folder: Path, models) -> None:
+def main(folder: Path, name: str) -> None:
+    models = globals()[name]
     strategy = MultiWorkerMirroredStrategy()
     seen = {"variables": variables(strategy), "exchanges": exchanges(strategy)}
     seen |= {name: model(strategy) for name, model in models.items()}
@@ -182,4 +183,4 @@ def main(folder: Path, models) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), globals()[sys.argv[2]])
+    main(Path(sys.argv[1]), sys.argv[2])

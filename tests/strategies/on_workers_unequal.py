@@ -1,18 +1,14 @@
 """The program of the workers in `test_unequal_workers.py`: rank 0 has one device, rank 1 two."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
 
 import elastic_programs
-import keras
 import numpy as np
 import tensorflow as tf
 import unequal_programs
 
-from tfdist import cluster
-from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
@@ -51,30 +47,8 @@ def files(strategy, folder):
     return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in data]
 
 
-def resumed(folder):
-    """The outcome of a training that another `fit` resumes in the middle of an accumulation."""
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 2:
-                raise InterruptedError
-
-    def fit(*callbacks):
-        model = unequal_programs.compiled(MultiWorkerMirroredStrategy(), gradient_accumulation_steps=2)
-        recovery = FailureRecovery(folder / "checkpoints", every_steps=1)
-        data = {"batch_size": 8, "shuffle": False}
-        history = model.fit(*unequal_programs.ARRAYS, **data, epochs=2, callbacks=[recovery, *callbacks], verbose=0)
-        return {"logs": unequal_programs.logs(history), "weights": model.get_weights()}
-
-    with contextlib.suppress(InterruptedError):
-        fit(Stop())
-    return fit()
-
-
 def main(folder: Path) -> None:
-    rank = cluster.detect().rank
-    device = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))
+    rank = unequal_programs.set_devices()
     strategy = MultiWorkerMirroredStrategy()
     seen = {
         "replicas": strategy.num_replicas_in_sync,
@@ -86,7 +60,7 @@ def main(folder: Path) -> None:
     outcomes["compressed"] = elastic_programs.compressed(MultiWorkerMirroredStrategy(compression=full_rank))
     outcomes["micro-batches"] = unequal_programs.accumulating(MultiWorkerMirroredStrategy(micro_batches=2))
     seen["files"] = [[[row.decode() for row in part] for part in step] for step in files(strategy, folder)]
-    outcomes["resumed"] = resumed(folder)
+    outcomes["resumed"], _ = unequal_programs.resumed(MultiWorkerMirroredStrategy, folder / "checkpoints")
     np.savez(folder / f"unequal-{rank}.npz", **elastic_programs.flat(outcomes))
     Path(folder, f"seen-{rank}.json").write_text(json.dumps(seen))
 

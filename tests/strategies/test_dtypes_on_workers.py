@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from launched_runs import launch_once
 from one_process import in_one_process
+from shared_workers import run_of_program
 
 from tfdist.strategies import MirroredStrategy
 
@@ -17,19 +18,16 @@ _SCRIPT = Path(on_workers_dtypes.__file__)
 _TOLERANCES = {"bfloat16": 2**-7, "int8": 1e-6, "int4": 1e-6, "float8": 1e-3}
 
 
-def seen(tmp_path_factory, models):
-    run = launch_once(tmp_path_factory, f"dtypes {models}", _SCRIPT, models, options=["--workers", "2"])
-    return [run.assert_complete().json(f"seen-{rank}.json") for rank in range(2)]
-
-
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    return seen(tmp_path_factory, "MODELS")
+def workers(request):
+    run = run_of_program(request, "on_workers_dtypes")
+    return [run.json(f"seen-{rank}.json") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    return seen(tmp_path_factory, "MORE_MODELS")
+    run = launch_once(tmp_path_factory, "more dtypes", _SCRIPT, "MORE_MODELS", options=["--workers", "2"])
+    return [run.assert_complete().json(f"seen-{rank}.json") for rank in range(2)]
 
 
 def assert_equals_one_process(model, *ours):

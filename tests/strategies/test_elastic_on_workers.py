@@ -11,16 +11,8 @@ from launched_runs import launch
 from tfdist.strategies import MirroredStrategy
 
 _SCRIPT = Path(__file__).with_name("on_workers_elastic.py")
-# A dozen updates of sums that associate differently; Adam passes on the relative error of small gradients.
-TOLERANCE = 2e-5
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
-
-
-def assert_all_close(ours, theirs, tolerance=TOLERANCE):
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 def outcome_of(run, program):
@@ -53,14 +45,14 @@ def test_the_run_ends_without_an_error(elastic_workers):
 @pytest.mark.parametrize("program", sorted(elastic_programs.PROGRAMS))
 def test_one_worker_computes_what_two_do(elastic_workers, cpus, program):
     one = in_this_process(elastic_programs.PROGRAMS[program], one_worker(cpus, 2))
-    assert_all_close(one, outcome_of(elastic_workers, program))
+    elastic_programs.assert_close(one, outcome_of(elastic_workers, program))
 
 
 @pytest.mark.long
 def test_two_workers_compute_what_four_replicas_do(tmp_path, cpus):
     run = launch(tmp_path, _SCRIPT, "of_four", options=["--workers", "2"]).assert_complete()
     of_four = in_this_process(elastic_programs.everything, MirroredStrategy(cpus))
-    assert_all_close(of_four, outcome_of(run, "of four"))
+    elastic_programs.assert_close(of_four, outcome_of(run, "of four"))
 
 
 def test_the_sum_of_the_micro_batches_is_encoded_and_sent_once(elastic_workers):
@@ -68,7 +60,7 @@ def test_the_sum_of_the_micro_batches_is_encoded_and_sent_once(elastic_workers):
     assert len([name for name in whole if name.startswith("/residuals")]) >= 1
     assert whole["/exchanges/0"] > 0
     # PowerSGD's Gram matrix: see test_compression_on_workers.py.
-    assert_all_close(parts, whole, tolerance=1e-3)
+    elastic_programs.assert_close(parts, whole, tolerance=1e-3)
     assert [parts[f"/exchanges/{index}"] for index in range(2)] == [whole[f"/exchanges/{index}"] for index in range(2)]
 
 
@@ -78,7 +70,7 @@ def assert_ended_as_undisturbed(run, folder, strategy, workers, micro_batches, *
     assert [attempt["workers"] for attempt in seen] == workers, run.output[-4000:]
     assert [attempt.get("micro_batches") for attempt in seen] == micro_batches
     undisturbed = train(strategy, folder / "undisturbed", plain=plain)
-    assert_all_close(run.arrays("training-0.npz"), elastic_programs.flat({"": undisturbed}))
+    elastic_programs.assert_close(run.arrays("training-0.npz"), elastic_programs.flat({"": undisturbed}))
 
 
 def test_a_training_that_shrinks_and_grows_again_ends_as_if_nothing_had_happened(elastic_workers, tmp_path, cpus):

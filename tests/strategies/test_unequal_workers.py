@@ -1,32 +1,26 @@
 """Workers with one and with two devices compute what one process computes, under `tfdist run`."""
 
-from pathlib import Path
-
 import elastic_programs
 import numpy as np
 import pytest
 import unequal_programs
-from launched_runs import launch_once
+from elastic_programs import assert_close, of
 from one_process import in_one_process
+from shared_workers import run_of_program
 
 from tfdist.strategies import worker_start
 from tfdist.strategies.worker_start import described
 
 pytestmark = pytest.mark.usefixtures("cpus")
-_SCRIPT = Path(__file__).with_name("on_workers_unequal.py")
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory):
+def workers(request):
     """The outcomes and the observations of each rank."""
-    run = launch_once(tmp_path_factory, "unequal workers", _SCRIPT, options=["--workers", "2"]).assert_complete()
+    run = run_of_program(request, "on_workers_unequal").assert_complete()
     return [run.arrays(f"unequal-{rank}.npz") for rank in range(2)], [
         run.json(f"seen-{rank}.json") for rank in range(2)
     ]
-
-
-def of(arrays, program):
-    return {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith(f"{program}/")}
 
 
 @pytest.mark.multi_process
@@ -73,12 +67,6 @@ class TestOnWorkers:
         first, second = (seen["files"] for seen in workers[1])
         assert first == [[["00", "01"]], [["02", "03"]], [["04", "05"]]]
         assert second == [[["10", "11"], ["12", "13"]], [["14", "15"], []], [[], []]]
-
-
-def assert_close(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def test_devices_of_different_types_are_refused_by_all_workers(monkeypatch):

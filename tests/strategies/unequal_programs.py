@@ -1,14 +1,26 @@
 """Trainings with the same results on workers with different numbers of devices and in one process."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.callbacks import FailureRecovery
 
 ROWS, FEATURES, CLASSES = 29, 5, 3  # batches of 8, 8, 8 and 5
 _random = np.random.default_rng(1)
 INPUTS = _random.normal(size=(ROWS, FEATURES)).astype("float32")
 LABELS = _random.integers(0, CLASSES, size=ROWS).astype("int32")
 ARRAYS = INPUTS, LABELS
+
+
+def set_devices():
+    """Gives each worker one device more than the one before; the first has one. Returns the rank of this worker."""
+    rank, cpu = cluster.detect().rank, tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))
+    return rank
 
 
 def compiled(strategy, *, synchronized=True, **optimizer):
@@ -43,10 +55,27 @@ def training(strategy):
     }
 
 
-def accumulating(strategy):
+def accumulating(strategy, *callbacks):
     model = compiled(strategy, gradient_accumulation_steps=2)
-    history = model.fit(*ARRAYS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    history = model.fit(*ARRAYS, batch_size=8, epochs=2, shuffle=False, callbacks=list(callbacks), verbose=0)
     return {"logs": logs(history), "weights": model.get_weights()}
+
+
+def resumed(create_strategy, folder):
+    """The outcome of `accumulating` that another `fit` resumes in the middle of an accumulation, and its strategy."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise InterruptedError
+
+    def fit(*callbacks):
+        strategy = create_strategy()
+        return accumulating(strategy, FailureRecovery(folder, every_steps=1), *callbacks), strategy
+
+    with contextlib.suppress(InterruptedError):
+        fit(Stop())
+    return fit()
 
 
 def eagerly(strategy):

@@ -12,8 +12,10 @@ pandas once the program has imported it.
 Once TensorFlow has been imported, it is prepared for trainings of few steps.
 """
 
+import functools
 import gc
 import sys
+import typing
 from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -85,6 +87,9 @@ def _prepare_tensorflow() -> None:
     import shared_iterator_functions
     import without_autotuning
 
+    # Tracing asks for each operation whether values are instances of protocols, and Python 3.11 collects the names of a
+    # protocol each time.
+    typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
     shared_iterator_functions.install()
     without_autotuning.install()
 

@@ -21,21 +21,26 @@ class LaunchedRun:
     """A finished `tfdist run`.
 
     Attributes:
-      folder: contains what its processes have written; the output of all of them is in `output.txt`.
+      folder: contains what its processes have written, or those of a part of the run.
+      output_folder: contains the output of all of them in `output.txt`; by default the same.
     """
 
     folder: Path
+    output_folder: Path | None = None
 
     @property
     def output(self) -> str:
         """What the launcher and all processes have printed."""
-        return (self.folder / "output.txt").read_text()
+        return self._read("output.txt")
+
+    def _read(self, name: str) -> str:
+        return ((self.output_folder or self.folder) / name).read_text()
 
     def path(self, name: str) -> Path:
         """Returns the path of a file in the folder; without the file, the test fails and shows the output."""
         path = self.folder / name
         if not path.exists():
-            code = (self.folder / "exit_code").read_text()
+            code = self._read("exit_code")
             raise AssertionError(f"The run has not written {name}. Exit code {code}:\n{self.output[-_SHOWN:]}")
         return path
 
@@ -49,7 +54,7 @@ class LaunchedRun:
 
     def assert_complete(self) -> "LaunchedRun":
         """Fails with the output unless the exit code was 0. Tests of a case need its file only."""
-        code = (self.folder / "exit_code").read_text()
+        code = self._read("exit_code")
         assert code == "0", f"Exit code {code}:\n{self.output[-_SHOWN:]}"
         return self
 

@@ -15,6 +15,7 @@ from tfdist.cluster.run_seed import SEED_VARIABLE, new_seed, seed_of_run
 from tfdist.cluster.slurm import expand_hostlist, expand_tasks_per_node, from_slurm, is_slurm_step
 from tfdist.cluster.tf_config import from_tf_config, has_tf_config
 from tfdist.cluster.wait_for_peers import wait_for_peers, why_unreachable
+from tfdist.utils.argument_checks import optional_integer_variable
 
 __all__ = [
     "LOST_RUN_EXIT_CODE",
@@ -81,3 +82,13 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
     if is_kubernetes_cluster(environ):
         return from_kubernetes(environ)
     return None
+
+
+def requested_workers() -> int | None:
+    """Returns the number of workers that `tfdist run` was to start; None under other launchers.
+
+    Raises:
+        ValueError: If TFDIST_FULL_WORKERS is not an integer.
+    """
+    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
+    return optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy)

@@ -18,7 +18,6 @@ from tfdist.data.row_order import BatchRows, RowRange, Segment, Window, segments
 from tfdist.data.tensor_layout import BatchLayout, TensorFormat
 from tfdist.tensorflow_internals.batch_selection import SelectableDataset, Selection
 from tfdist.tensorflow_internals.input_pipeline import has_unseeded, random_seeds
-from tfdist.utils.argument_checks import optional_integer_variable
 
 _LOADING_THREADS = 2
 
@@ -200,5 +199,4 @@ def number_of_readers() -> int:
     if "ps" in jobs or ("chief" in jobs and "TFDIST_RUN_ID" in os.environ):
         return 1  # one process draws all batches
     present = sum(len(jobs.get(job, ())) for job in ("chief", "worker"))
-    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
-    return max(present, optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or 1, 1)
+    return max(present, cluster.requested_workers() or 1, 1)

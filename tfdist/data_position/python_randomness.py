@@ -18,6 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.utils.names_in_code import names_in_code
+
 State = Any
 States = dict[str, Any]
 
@@ -172,7 +174,7 @@ def _parts(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        names = [] if (value.__module__ or "").startswith(_LIBRARIES) else _names(value.__code__)
+        names = [] if (value.__module__ or "").startswith(_LIBRARIES) else names_in_code(value.__code__)
         return [*cells, *(value.__defaults__ or ()), *(value.__globals__.get(name) for name in names)]
     if isinstance(value, list | tuple | dict):
         parts = list(value.values() if isinstance(value, dict) else value)
@@ -183,14 +185,6 @@ def _parts(value: Any) -> list[Any]:
         return []
     # Without running code of the object: a `__getattr__` may do anything.
     return list(object.__getattribute__(value, "__dict__").values())
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that a function and the functions within it look up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -147,8 +147,6 @@ class LoopRecovery:
         given = {"model": model, "optimizer": optimizer, "state": state}
         self._objects = {name: one for name, one in given.items() if one is not None}
         self._strategy = strategy
-        if every_steps is None and every_seconds is None and every_epochs is None:
-            every_epochs = 1
         self._interval = SaveInterval(every_steps, every_seconds, every_epochs)
         self._tiers = StorageTiers.open(
             directory,

@@ -13,7 +13,7 @@ _MAX_STEPS_BETWEEN_DECISIONS = 1000
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often to save. A checkpoint is due when any of the given intervals has passed.
+    """How often to save. A checkpoint is due when any of the given intervals has passed; without one, after each epoch.
 
     Raises:
         ValueError: If an interval is invalid.
@@ -24,6 +24,8 @@ class SaveInterval:
     epochs: int | None = None  # the checkpoint is saved at the end of an epoch
 
     def __post_init__(self) -> None:
+        if self.steps is None and self.seconds is None and self.epochs is None:
+            object.__setattr__(self, "epochs", 1)
         for name, value in (("every_steps", self.steps), ("every_epochs", self.epochs)):
             if value is not None:
                 check_whole_number(name, value, at_least=1)

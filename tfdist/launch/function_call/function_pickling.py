@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tfdist.utils.names_in_code import names_in_code
 from tfdist.utils.optional_modules import import_optional
 
 # Types are looked up only in libraries that are loaded: otherwise there are no such objects.
@@ -124,20 +125,13 @@ def _used(function: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
             except ValueError:  # an empty cell: not assigned yet
                 pass
-        for name in _names(function.__code__):
+        for name in names_in_code(function.__code__):
             if name in function.__globals__:
                 yield name, function.__globals__[name]
         yield from (("a default", value) for value in function.__defaults__ or ())
         yield from (function.__kwdefaults__ or {}).items()
     elif wrapped := getattr(function, "__wrapped__", None):
         yield name_of(wrapped), wrapped
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _reason(value: Any) -> str:
