@@ -98,7 +98,9 @@ class FaultyFileSystem:
     def find(self, path: str, detail: bool) -> dict[str, dict[str, int]]:
         assert detail
         self._request("503")
-        return self.world.list(path)
+        if found := self.world.list(path):
+            return found
+        return {path: {"size": 0}} if self.world.list(path) else {}  # s3fs looks for the prefix itself then
 
     def _request(self, failure: str) -> None:
         self.world.pass_time(0.05)
