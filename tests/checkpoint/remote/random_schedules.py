@@ -49,11 +49,11 @@ class SimulatedLives:
         return self._world.faults
 
 
-def run(seed, lives, *, numbers_of_requests=400):
-    """Trains in several lives, and counts what happened. "lost" and "wrong" must not."""
+def run(seed, lives, *, most_requests=400):
+    """Trains in several lives, and counts what happened. A life that is killed has made at most so many requests."""
     counts = collections.Counter(schedules=1)
     try:
-        _run(seed, lives, counts, numbers_of_requests)
+        _run(seed, lives, counts, most_requests)
     except CheckpointError as error:
         counts[f"wrong: {error}"] += 1
     return counts
@@ -67,7 +67,7 @@ def wrong(counts):
     return found
 
 
-def _run(seed, lives, counts, numbers_of_requests):
+def _run(seed, lives, counts, most_requests):
     chance = random.Random(seed)
     announced, step, sleeper = 0, 0, None
 
@@ -136,7 +136,7 @@ def _run(seed, lives, counts, numbers_of_requests):
             until_answered(lock.acquire)
             restore(store)
             return
-        life.kill_after(chance.randint(1, numbers_of_requests) if chance.random() < 0.85 else None)
+        life.kill_after(chance.randint(1, most_requests) if chance.random() < 0.85 else None)
         is_woken, is_concurrent = chance.random() < 0.6, chance.random() < 0.5
         try:
             if sleeper is not None and lives.are_concurrent and is_concurrent:

@@ -97,15 +97,16 @@ class _Lives:
         self._server.control(deliver=True)
 
 
-def _check(server, monkeypatch, seeds):
+@pytest.mark.long
+def test_200_schedules_of_all_faults(server, monkeypatch):
     monkeypatch.setattr(remote_objects, "_REQUEST_SECONDS", _LIMIT_SECONDS)
     before = collections.Counter(server.control()["hits"])
     counts = collections.Counter()
-    for seed in seeds:
+    for seed in range(100, 300):
         # Files of 170 and 300 bytes, of which some have several blocks.
         monkeypatch.setattr(parts, "BLOCK_BYTES", 100 if seed % 4 == 0 else 5000)
         try:
-            found = random_schedules.run(seed, _Lives(server, seed), numbers_of_requests=200)
+            found = random_schedules.run(seed, _Lives(server, seed), most_requests=200)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -118,10 +119,17 @@ def _check(server, monkeypatch, seeds):
     assert hits.keys() >= _RATES.keys()
 
 
-def test_schedules_of_all_faults(server, monkeypatch):
-    _check(server, monkeypatch, range(10))
-
-
-@pytest.mark.long
-def test_200_schedules_of_all_faults(server, monkeypatch):
-    _check(server, monkeypatch, range(100, 300))
+def test_requests_that_are_executed_when_the_client_has_given_them_up(server, monkeypatch):
+    monkeypatch.setattr(remote_objects, "_REQUEST_SECONDS", _LIMIT_SECONDS)
+    for number, fault in enumerate(("late request", "late reply", "cut off", "after the next owner")):
+        objects, key = server.objects(f"client {number}", "single"), f"commits/{number}"
+        server.control(rates={}, seed=0, limit_seconds=_LIMIT_SECONDS, next=[fault])
+        begun = time.monotonic()
+        assert objects.create(key, b"mine") is None, "repeated, or found to be its own"
+        assert time.monotonic() - begun > _LIMIT_SECONDS or "late" not in fault
+        server.control(next=[fault])
+        objects.put(key, b"first")  # is repeated
+        objects.put(key, b"second")
+        server.control(deliver=True)
+        assert objects.get(key) == (b"first" if fault in ("late request", "after the next owner") else b"second")
+        assert objects.create(key, b"other") is not None
