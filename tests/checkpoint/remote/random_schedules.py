@@ -56,6 +56,11 @@ def run(seed, lives, *, most_requests=400):
         _run(seed, lives, counts, most_requests)
     except CheckpointError as error:
         counts[f"wrong: {error}"] += 1
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    if wrong(counts):
+        counts[f"wrong: seed {seed}"] += 1
     return counts
 
 

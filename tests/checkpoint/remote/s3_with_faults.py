@@ -17,6 +17,7 @@ REFUSED = {
     "slow down": (503, "SlowDown", "Please reduce your request rate."),
     "expired": (400, "ExpiredToken", "The provided token has expired."),
 }
+_CHANGES = ("PUT", "DELETE")
 # How the last request of a client that is killed ends.
 _KILLS = ("reset", "cut off", "lost reply", "late", "after the next owner")
 _OWN_HEADERS = ("transfer-encoding", "connection", "content-length", "content-encoding", "date", "server")
@@ -29,7 +30,7 @@ class Proxy:
     |---|---|---|
     | unavailable, slow down, expired | nothing; credentials stay expired for up to 0.4 s | an error of S3 |
     | reset | nothing | a connection that breaks |
-    | cut off | nothing, as the server gets half of the content | the same |
+    | cut off | nothing, as the server gets half of the content of an upload | the same |
     | lost reply | the request | the same |
     | late | the request, up to 0.5 s later | the same |
     | after the next owner | a change, when another client has created an epoch of the run | the same |
@@ -72,22 +73,23 @@ class Proxy:
         left = self.requests_left[client] = self.requests_left.get(client, float("inf")) - 1
         if left < -1:
             return self.reset(request)
-        if left == -1:
-            fault = self.random.choice(_KILLS)
-            self.hits[f"killed: {fault}"] += 1
-        else:
-            fault = self.draw()
+        is_last = left == -1
+        fault = self.random.choice(_KILLS) if is_last else self.draw()
+        if (fault == "cut off" and not body) or (fault == "after the next owner" and request.method not in _CHANGES):
+            fault = "reset"
+        if fault is not None:
+            self.hits["killed: " * is_last + fault] += 1
         if fault in REFUSED:
             status, code, text = REFUSED[fault]
             return web.Response(status=status, text=ERROR.format(code, text), content_type="application/xml")
-        if fault == "cut off" and body:
+        if fault == "cut off":
             with contextlib.suppress(aiohttp.ClientError, ConnectionError):
                 await self.forward(request, _half(body))
         elif fault == "lost reply":
             await self.forward(request, body)
         elif fault == "late":
             self.deliver([(request, body)])
-        elif fault == "after the next owner" and request.method in ("PUT", "DELETE"):
+        elif fault == "after the next owner":
             self.held.append((request, body))
         if fault in _KILLS:
             return self.reset(request)
@@ -113,12 +115,10 @@ class Proxy:
             return self.next.pop(0)
         now = asyncio.get_running_loop().time()
         if now < self.expired_until:
-            self.hits["expired"] += 1
             return "expired"
         chance = self.random.random()
         for fault, rate in self.rates.items():
             if fault != "old list" and (chance := chance - rate) < 0:
-                self.hits[fault] += 1
                 if fault == "expired":
                     self.expired_until = now + self.random.uniform(0, 0.4)
                 return fault

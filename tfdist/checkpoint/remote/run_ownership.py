@@ -38,7 +38,7 @@ class RunOwnership:
         self._writer: EpochWriter | None = None
         self._process = 0
         self._ended = threading.Event()
-        self._unanswered: dict[int, bytes] = {}  # by process: the owner of an epoch that may be created, and never began
+        self._unanswered: dict[int, bytes] = {}  # by process: whose epoch may be created, and never began
 
     @property
     def writer(self) -> EpochWriter | None:
