@@ -44,8 +44,8 @@ def test_all_are_killed_and_continue_from_the_store(tmp_path, monkeypatch):
     for rank in range(3):
         assert run.json(f"on_a_store-{rank}-0.json") == []
         found = run.json(f"on_a_store-{rank}-1.json")
-        # When a save is due, the one before has ended.
-        assert found[-1][0] >= max(ended) // 10 * 10 - 10 and found[-1][1] == [0, 1, 2], (found, ended)
+        # When a save is due, the one before has ended. Rank 0 may have joined after it.
+        assert found[-1][0] >= max(ended) // 10 * 10 - 10 and found[-1][1][-2:] == [1, 2], (found, ended)
         got = run.arrays(f"on_a_store-{rank}.npz")
         for key, values in expected.items():
             np.testing.assert_array_equal(got[key], first[key], f"{key}, {rank}")

@@ -78,7 +78,7 @@ class Proxy:
         if (fault == "cut off" and not body) or (fault == "after the next owner" and request.method not in _CHANGES):
             fault = "reset"
         if fault is not None:
-            self.hits["killed: " * is_last + fault] += 1
+            self.hits[f"killed: {fault}" if is_last else fault] += 1
         if fault in REFUSED:
             status, code, text = REFUSED[fault]
             return web.Response(status=status, text=ERROR.format(code, text), content_type="application/xml")
