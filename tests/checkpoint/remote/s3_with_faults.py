@@ -43,21 +43,21 @@ class Proxy:
         self.target, self.session = target, None
         self.rates, self.random, self.hits = {}, random.Random(0), collections.Counter()
         self.limit_seconds, self.expired_until = 60.0, 0.0
-        self.next, self.requests_left = [], {}
+        self.next, self.requests_left = {}, {}
         self.old_lists = {}
         self.late, self.held = set(), []
 
     async def control(self, request):
         """Takes orders; returns what was injected, and which clients are killed.
 
-        `rates` of faults with the `seed` and the `limit_seconds` of clients; the faults of the `next` requests;
-        `requests_left` until a client is killed, None for never; `deliver`: sends all that is late to the server first.
+        `rates` of faults with the `seed` and the `limit_seconds` of clients; the faults of the `next` requests of
+        clients; `requests_left` until a client is killed, None for never; `deliver`: sends all that is late first.
         """
         orders = await request.json()
         if "rates" in orders:
             self.rates, self.random = orders["rates"], random.Random(orders["seed"])
             self.limit_seconds, self.expired_until = orders.get("limit_seconds", 60.0), 0.0
-        self.next += orders.get("next", ())
+        self.next |= orders.get("next", {})
         for client, left in orders.get("requests_left", {}).items():
             self.requests_left[client] = float("inf") if left is None else left
         if orders.get("deliver"):
@@ -74,7 +74,7 @@ class Proxy:
         if left < -1:
             return self.reset(request)
         is_last = left == -1
-        fault = self.random.choice(_KILLS) if is_last else self.draw()
+        fault = self.random.choice(_KILLS) if is_last else self.draw(client)
         if (fault == "cut off" and not body) or (fault == "after the next owner" and request.method not in _CHANGES):
             fault = "reset"
         if fault is not None:
@@ -110,9 +110,9 @@ class Proxy:
             return web.Response(status=status, headers={**headers, "Content-Length": size})
         return web.Response(status=status, body=content, headers=headers)
 
-    def draw(self):
-        if self.next:
-            return self.next.pop(0)
+    def draw(self, client):
+        if self.next.get(client):
+            return self.next[client].pop(0)
         now = asyncio.get_running_loop().time()
         if now < self.expired_until:
             return "expired"
