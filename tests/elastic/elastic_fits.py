@@ -255,6 +255,11 @@ def preempted(strategy, folder, callbacks):
     return _fit(strategy, folder, callbacks, _momentum, _dense)
 
 
+def on_a_store(strategy, folder, callbacks):
+    """Checkpoints are objects; some steps after a worker was lost and has joined, all are lost."""
+    return _fit(strategy, folder, callbacks, _momentum, _dense)
+
+
 wrong_workers: set[int] = set()  # whose gradients are wrong in `wrong_gradients`
 
 

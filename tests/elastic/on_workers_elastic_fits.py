@@ -1,6 +1,6 @@
 """The program of the workers in `test_elastic_on_workers.py`: trainings during which workers are lost and join again.
 
-python on_workers_elastic_fits.py FOLDER [NAME]     a further one, on two devices a worker
+python on_workers_elastic_fits.py FOLDER [NAME [LOCATION]]     a further one, on two devices a worker; its checkpoints
 """
 
 import functools
@@ -33,6 +33,8 @@ FAULTS = {
     "accumulated": [(0, 60, signal.SIGKILL)],
     "accumulated_eagerly": [(1, 60, signal.SIGKILL)],
     # Before an incomplete accumulation is applied, and within an accumulation.
+    # While it writes the checkpoint of step 60.
+    "on_a_store": [(0, 61, signal.SIGKILL)],
     "accumulated_by_a_callback": [(1, 80, signal.SIGKILL), (0, 164, signal.SIGKILL)],
 }
 # By training: the rank on which a bit of a weight changes, and the step after which it does.
@@ -40,17 +42,18 @@ FLIPS = {"chief_is_lost": (2, 30)}
 TRACED_EARLY = ("two_are_lost", "compressed", "accumulated")  # by workers that join, before they have the state
 _LONGEST_WAIT_SECONDS = 120.0
 # By training: when `FailureRecovery` saves. In "recovered" rank 0 is lost before it commits the save after step 20, and
-# the two others after step 33.
+# the two others after step 33; in "on_a_store" all are, when rank 0 is back.
 SAVES = {
     "recovered": {"every_steps": 4},
     "one_leaves": {"every_steps": 7, "every_seconds": 0.5},
     "preempted": {"every_epochs": 10},
     "local_sgd": {"every_steps": 3},
+    "on_a_store": {"every_steps": 10},
 }
-_UNCOMMITTED, _ALL_END = 20, 33
+_UNCOMMITTED, _ALL_END, _ALL_END_ON_A_STORE = 20, 33, 151
 
 
-def main(folder, name=None):
+def main(folder, name=None, location=None):
     """Trains, is lost, and writes what it has computed."""
     import elastic_fits
     import keras
@@ -59,15 +62,15 @@ def main(folder, name=None):
     import tensorflow as tf
 
     from tfdist.callbacks import FailureRecovery
-    from tfdist.checkpoint import CheckpointStore
+    from tfdist.checkpoint import open_store
     from tfdist.checkpoint.sharded_save import ShardedSave
     from tfdist.keras_internals import model_introspection
     from tfdist.strategies import MultiWorkerMirroredStrategy, replicated_hooks
 
     def saved(name, rank):
         """Writes what `FailureRecovery` will find, and returns it."""
-        directory = folder / name / "checkpoints"
-        store = CheckpointStore(directory)
+        directory = location or folder / name / "checkpoints"
+        store = open_store(directory)
         found = [store.open(info.sequence) for info in store.list_checkpoints() if info.status == "complete"]
         facts = [[checkpoint.metadata["step"], checkpoint.saved_ranks] for checkpoint in found]
         path = folder / f"{name}-{rank}-{os.environ['TFDIST_ATTEMPT']}.json"
@@ -131,6 +134,12 @@ def main(folder, name=None):
                 mark = folder / f"recovered-{strategy.rank}.lost"
                 if len(living) == 2 and step >= _ALL_END and not mark.exists():
                     mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif self._name == "on_a_store" and step >= _ALL_END_ON_A_STORE:
+                others = [*folder.glob("on_a_store-?.ended")]
+                mark = folder / f"on_a_store-{strategy.rank}.ended"
+                if (is_complete or others) and not mark.exists():
+                    mark.write_text(str(step))
                     os.kill(os.getpid(), signal.SIGKILL)
             elif living and not is_complete and self._name != last and time.monotonic() < self._waits_until:
                 time.sleep(0.5 * self._trained.steps_per_execution)

@@ -23,6 +23,7 @@ class World:
         self.now = 0.0
         self.faults = 0
         self._late: list[tuple[float, str, bytes, str]] = []
+        self._for_next_owner: list[tuple[str, bytes, str]] = []
         self._old_lists: dict[str, dict[str, dict[str, int]]] = {}
 
     def pass_time(self, seconds: float) -> None:
@@ -40,7 +41,15 @@ class World:
         if mode == "create" and self.honours and path in self.objects:
             return False
         self.objects[path] = content
+        if "/epochs/" in path:
+            for request in self._for_next_owner:
+                self.arrive_later(*request)
+            self._for_next_owner = []
         return True
+
+    def arrive_after_next_owner(self, path: str, content: bytes, mode: str) -> None:
+        """Writes or removes an object within the minute after an epoch is created."""
+        self._for_next_owner.append((path, content, mode))
 
     def arrive_later(self, path: str, content: bytes, mode: str) -> None:
         """Writes or removes an object within the next minute."""
@@ -82,7 +91,7 @@ class FaultyFileSystem:
             raise FileNotFoundError(path)
 
     def _change(self, path: str, content: bytes, mode: str) -> bool:
-        kind = self.world.random.choice(["not at all", "lost reply", "late"])
+        kind = self.world.random.choice(["not at all", "lost reply", "late", "after the next owner"])
         try:
             self._request("reset")
         except OSError:
@@ -90,6 +99,8 @@ class FaultyFileSystem:
                 self.world.apply(path, content, mode)
             elif kind == "late":
                 self.world.arrive_later(path, content, mode)
+            elif kind == "after the next owner":
+                self.world.arrive_after_next_owner(path, content, mode)
             raise
         is_done = self.world.apply(path, content, mode)
         if self.requests_left == 0 and self.world.random.random() < 0.5:
@@ -99,7 +110,9 @@ class FaultyFileSystem:
     def find(self, path: str, detail: bool) -> dict[str, dict[str, int]]:
         assert detail
         self._request("503")
-        return self.world.list(path)
+        if found := self.world.list(path):
+            return found
+        return {path: {"size": 0}} if self.world.list(path) else {}  # s3fs looks for the prefix itself then
 
     def _request(self, failure: str) -> None:
         self.world.pass_time(0.05)
@@ -109,6 +122,9 @@ class FaultyFileSystem:
             self.requests_left -= 1
         if self.world.random.random() < self.fault_rate:
             self.world.faults += 1
+            if self.world.random.random() < 0.1:
+                self.world.pass_time(0.5)
+                raise TimeoutError
             raise OSError(failure)
 
 

@@ -77,6 +77,17 @@ def test_a_bucket_that_is_missing_is_an_error_of_the_store():
     assert objects_of(missing).get("a") is None
 
 
+def test_lists_have_what_is_below_a_prefix_only():
+    """s3fs names the prefix itself if it becomes one while it is listed; consoles create folders as objects."""
+    file_system = Scripted()
+    objects = objects_of(file_system)
+    objects.put("commits/1", b"one")
+    file_system.world.objects["bucket/run/commits/"] = b""
+    assert objects.sizes("commits") == {"commits/1": 3}
+    file_system.find = lambda path, detail: {path: {"size": 0, "type": "directory"}}
+    assert objects.sizes("commits") == {}
+
+
 def test_a_mistake_is_not_repeated():
     file_system = Scripted(TypeError("a bytes-like object is required"))
     with pytest.raises(TypeError):
@@ -131,11 +142,12 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         connect_store("s3://bucket/run")
 
 
-def test_a_server_that_never_replies_ends_a_request():
+def test_a_server_that_never_replies_ends_a_request(monkeypatch):
     """s3fs itself waits for ever: a time-out of its settings ends requests that read, but none that writes."""
     require("s3fs")
+    monkeypatch.setattr(remote_objects, "_SHORTEST_REQUEST_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, as a kernel does
         server = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        objects = server.objects("worker", "run", patience_seconds=2)
+        objects = server.objects("worker", "run", patience_seconds=0.1)
         with pytest.raises(RemoteStoreError, match=r"could not be written. Received: .*Timeout"):
             objects.put("a", b"1")

@@ -9,7 +9,7 @@ from simulated_objects import FaultyFileSystem, World, objects_of
 from tfdist.checkpoint import CheckpointError, RemoteStoreError
 from tfdist.checkpoint.errors import SupersededError
 from tfdist.checkpoint.remote import run_ownership
-from tfdist.checkpoint.remote.commit_log import commits
+from tfdist.checkpoint.remote.commit_log import commits, newest_epoch
 from tfdist.checkpoint.remote.run_ownership import RunOwnership
 
 
@@ -97,6 +97,29 @@ def test_an_owner_that_died_before_it_sealed_is_passed(objects, monkeypatch):
     third.acquire()
     with pytest.raises(SupersededError):
         first.writer.commit(objects, b"two")
+    assert contents(objects) == [b"one"]
+
+
+def test_an_attempt_without_an_answer_is_continued_by_the_next_in_its_process(objects, monkeypatch):
+    owner(objects).acquire()
+    lock, file_system = owner(objects), objects.connection.file_system
+    write = file_system.pipe_file
+
+    def lose_seals(path, content, mode="overwrite"):
+        if "/commits/" in path:
+            raise OSError("Connection reset by peer")
+        write(path, content, mode)
+
+    for process, epochs in ((os.getpid(), 2), (-1, 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(file_system, "pipe_file", lose_seals)
+            patch.setattr(run_ownership.os, "getpid", lambda process=process: process)
+            for _ in range(3):
+                with pytest.raises(RemoteStoreError):
+                    lock.take_over()
+        assert newest_epoch(objects) == epochs, "each has created one, and a fork its own"
+    lock.acquire()
+    lock.writer.commit(objects, b"one")
     assert contents(objects) == [b"one"]
 
 

@@ -97,13 +97,16 @@ class Objects(Requests):
         Raises:
             RemoteStoreError: If the store does not answer.
         """
-        root = self.root.lstrip("/")
+        root, folder = self.root.lstrip("/"), f"{self._path(prefix)}/".lstrip("/")
 
         def find(path: str, file_system: Any, limit: dict[str, float]) -> dict[str, int]:
             file_system.invalidate_cache()
+            found = {name.lstrip("/"): entry for name, entry in file_system.find(path, detail=True, **limit).items()}
+            # s3fs lists the prefix itself if objects below it appear meanwhile; consoles create folders as objects.
             return {
-                name.lstrip("/").removeprefix(f"{root}/"): int(entry.get("size") or 0)
-                for name, entry in file_system.find(path, detail=True, **limit).items()
+                name.removeprefix(f"{root}/"): int(entry.get("size") or 0)
+                for name, entry in found.items()
+                if name.startswith(folder) and not name.endswith("/")
             }
 
         try:

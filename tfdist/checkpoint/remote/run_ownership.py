@@ -38,6 +38,7 @@ class RunOwnership:
         self._writer: EpochWriter | None = None
         self._process = 0
         self._ended = threading.Event()
+        self._unanswered: dict[int, bytes] = {}  # by process: whose epoch may be created, and never began
 
     @property
     def writer(self) -> EpochWriter | None:
@@ -109,10 +110,16 @@ class RunOwnership:
         return objects
 
     def _begin(self, objects: Objects, *, after: int) -> bool:
-        owner = {**_this_process(), "token": secrets.token_hex(16)}  # unique: whose creation it was must be clear
-        if not create_epoch(objects, json.dumps(owner).encode(), after):
+        owner = self._unanswered.get(os.getpid())
+        if owner is not None and objects.get(epoch_key(after)) == owner:
+            after -= 1  # else each attempt would leave an epoch that the next one has to seal
+        if owner is None:  # unique: whose creation it was must be clear
+            owner = json.dumps({**_this_process(), "token": secrets.token_hex(16)}).encode()
+        self._unanswered = {os.getpid(): owner}
+        if not create_epoch(objects, owner, after):
             return False
         self._ended.set()
+        self._unanswered = {}
         self._writer, self._process, self._ended = EpochWriter(after + 1), os.getpid(), threading.Event()
         if self._beat_seconds:
             # A daemon, so that a program that fails to release it can end.
