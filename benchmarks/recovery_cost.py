@@ -438,14 +438,13 @@ def main() -> int:
             arguments.parts = ["overhead"]
             overhead = result["overhead"] | measure_overhead(folder, arguments.overhead_of)
             measures["overhead"] = lambda: overhead
+        names = ("tensorflow", "keras", "safetensors", "s3fs", "moto")
+        result["versions"] = {"python": platform.python_version(), **{name: version(name) for name in names}}
         for part in arguments.parts:
             result[part] = measures[part]()
-    names = ("tensorflow", "keras", "safetensors", "s3fs", "moto")
-    result["versions"] = {"python": platform.python_version(), **{name: version(name) for name in names}}
-    _FILE.write_text(json.dumps(result, indent=1) + "\n")
-    for part in arguments.parts:
-        for what, figure in _ROWS[part](result[part]):
-            print(f"| {what} | {figure} |")
+            _FILE.write_text(json.dumps(result, indent=1) + "\n")
+            for what, figure in _ROWS[part](result[part]):
+                print(f"| {what} | {figure} |", flush=True)
     return 0
 
 
