@@ -4,11 +4,11 @@
     python benchmarks/recovery_cost.py --overhead-of "8 MB"    # a part of it; the other results in the file stay
     python benchmarks/recovery_cost.py --parts saves uploads   # likewise; the names are those in the file
 
-- **A save** of a model of 50 MB (with Adam's state), when the one before is written: for how long `fit` stands still,
+- **A save** of a model of 50 MB (with Adam's state), when the one before is written: for how long it stalls `fit`,
   and how much longer a step is than in a training that does not save; to the disk, to the memory of the host, to an S3
   server on this machine (`store_server.py`); and if the write, with checksums and flush to disk, were not in the
   background.
-- **Peers**: the same of two workers with a core each, which are hosts of their own, and save to the memory of both: 50
+- **Peers**: the same of two workers with a core each, which are separate hosts, and save to the memory of both: 50
   MB that are equal, each to its own memory, and 17 MB of each (residuals of compression) also to that of the other.
 - **A restore** of 200 MB in one process, from memory and from the disk: how much longer a `fit` takes to begin.
 - **Overhead** of saving every 100 steps: within one `fit`, the 20 steps during a save and its write in the background,
@@ -77,7 +77,7 @@ class _Clock(keras.callbacks.Callback):
 
     Attributes:
         steps: Their seconds.
-        stalls: For how many of these `fit` stood still for a save.
+        stalls: For how many of these a save stalled `fit`.
         is_writing: Whether a checkpoint was still being written at the end of the step.
     """
 
@@ -142,7 +142,7 @@ def measure_peers(folder: Path) -> dict[str, float]:
 
 
 def save_to_peer(folder: Path) -> None:
-    """Trains as a worker that is a host of its own."""
+    """Trains as a worker that is a separate host."""
     strategy = MultiWorkerMirroredStrategy(compression="int8")
     memory = Path(os.environ[MEMORY_VARIABLE], f"host-{strategy.rank}")
     memory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""An S3 server on this machine for measurements: moto's, a process of its own, which runs where a core is idle.
+"""An S3 server on this machine for measurements: moto's, a separate process, which runs where a core is idle.
 
 Real servers are other machines, so what this one computes (0.3 s of a core for 50 MB) should not slow a training down.
 Under Linux's SCHED_IDLE it gets three thousandths of a core that a training uses, too: uploads take longer then.
