@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from tfdist.checkpoint import Shard
 from tfdist.checkpoint.errors import CorruptCheckpointError
-from tfdist.checkpoint.shard import encode_shard, read_shard, write_shard
+from tfdist.checkpoint.shard import encode_shard, map_shard, read_shard, write_shard
 
 NUMPY = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 longdouble complex64 complex128"
 ML = "bfloat16 float8_e4m3fn float8_e4m3b11fnuz float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz int4 uint4"
@@ -33,10 +33,11 @@ def random(dtype, shape):
 def test_every_dtype_and_shape_comes_back(tmp_path, assert_same, dtype):
     shard = Shard({str(shape): random(dtype, shape) for shape in SHAPES})
     write_shard(tmp_path / "file", encode_shard(shard))
-    read = read_shard(tmp_path / "file")
-    assert_same(read, shard)
-    for tensor in read.tensors.values():
-        tensor[...] = tensor  # may be written to
+    for read in map(read_shard, [tmp_path / "file"]), map(map_shard, [tmp_path / "file"] * 2):
+        for found in read:
+            assert_same(found, shard)
+            for tensor in found.tensors.values():
+                tensor[...] = np.zeros_like(tensor)  # may be written to, which changes no file
 
 
 @pytest.mark.parametrize(
@@ -79,11 +80,13 @@ def test_names_may_hold_any_characters(tmp_path, assert_same):
     bfloat16 = Shard({name: np.array(index, ml_dtypes.bfloat16) for index, name in enumerate(NAMES)})
     write_shard(tmp_path / "other", encode_shard(bfloat16))
     assert_same(read_shard(tmp_path / "other"), bfloat16)
+    assert_same(map_shard(tmp_path / "other"), bfloat16)
 
 
 def test_nothing_at_all_comes_back(tmp_path, assert_same):
     write_shard(tmp_path / "file", encode_shard(Shard({})))
     assert_same(read_shard(tmp_path / "file"), Shard({}, {}))
+    assert_same(map_shard(tmp_path / "file"), Shard({}, {}))
 
 
 def test_metadata_comes_back(tmp_path):
@@ -171,13 +174,14 @@ def test_tensors_are_aligned(tmp_path):
         assert (begin + stored[name]["data_offsets"][0]) % tensor.dtype.itemsize == 0, name
 
 
+@pytest.mark.parametrize("read", [read_shard, map_shard])
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"PK\3\4"])
-def test_other_files_are_rejected(tmp_path, content):
+def test_other_files_are_rejected(tmp_path, content, read):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match="file cannot be read: "):
-        read_shard(tmp_path / "file")
+        read(tmp_path / "file")
     safetensors.numpy.save_file({"a": np.zeros(3)}, tmp_path / "foreign")
     with pytest.raises(CorruptCheckpointError, match="foreign cannot be read: "):
-        read_shard(tmp_path / "foreign")
+        read(tmp_path / "foreign")
     with pytest.raises(CorruptCheckpointError, match="none cannot be read: "):
-        read_shard(tmp_path / "none")
+        read(tmp_path / "none")

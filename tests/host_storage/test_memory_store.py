@@ -74,6 +74,18 @@ def test_what_is_shorter_than_before_is_complete(memories, train):
         assert skipped == [] and checkpoint.read_shared().tensors["values"].tolist() == list(range(size))
 
 
+def test_nothing_is_written_to_the_arrays_of_what_was_restored(memories, train):
+    train(memories).save(1)
+    training = train(memories, "b")
+    restored = training.restore()
+    shards = [shard for found in restored for shard in (found.read_shared(), found.read_rank(0))]
+    before = [shard.tensors["values"].copy() for shard in shards]
+    for sequence in range(2, 6):
+        training.save(sequence)
+    for shard, values in zip(shards, before, strict=True):
+        np.testing.assert_array_equal(shard.tensors["values"], values)
+
+
 class _Killed(OSError):
     pass
 

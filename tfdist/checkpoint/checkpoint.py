@@ -9,7 +9,7 @@ from typing import Literal
 
 from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, file_errors
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, Manifest, is_worker_file, rank_file
-from tfdist.checkpoint.shard import Json, Shard, read_shard
+from tfdist.checkpoint.shard import Json, Shard, ShardReader, read_shard
 from tfdist.utils.atomic_files import REMOVED_PREFIX
 
 CHECKPOINT_PREFIX, UNFINISHED_PREFIX = "ckpt-", ".unfinished-"
@@ -50,20 +50,28 @@ class Checkpoint:
         size_bytes: The size of its files without the manifest.
     """
 
-    def __init__(self, path: Path, *, verify_checksums: bool = True, written: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        verify_checksums: bool = True,
+        written: Manifest | None = None,
+        read: ShardReader = read_shard,
+    ) -> None:
         """Opens a checkpoint.
 
         Args:
             path: The directory.
             verify_checksums: Whether to compute all checksums, which reads every byte, or only to compare sizes.
             written: The manifest of a checkpoint that this process has just written, of which nothing is read again.
+            read: Reads a shard, as `read_shard`.
 
         Raises:
             CorruptCheckpointError: If it is corrupt. The message says why, without the path of the checkpoint.
             OtherFormatError: If another version of tfdist wrote it in another format.
             OSError: If this user may not read it, or the file system does not respond.
         """
-        self.path = path
+        self.path, self._read_shard = path, read
         self._manifest = read_manifest(path) if written is None else written
         self.sequence = self._manifest.sequence
         self.num_ranks, self.saved_ranks = self._manifest.num_ranks, self._manifest.saved_ranks
@@ -113,7 +121,7 @@ class Checkpoint:
         fingerprint = fingerprint_of(self.path / name)
         if not fingerprint or self._verified.get(name) != fingerprint:
             self._check(name, verify_checksums=True)
-        return read_shard(self.path / name)
+        return self._read_shard(self.path / name)
 
     def _check(self, name: str, *, verify_checksums: bool) -> None:
         fingerprint = fingerprint_of(self.path / name)

@@ -20,7 +20,7 @@ from tfdist.checkpoint.checkpoint import (
 from tfdist.checkpoint.direct_file import write_direct
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import CorruptCheckpointError, explained
-from tfdist.checkpoint.shard import Json, Shard
+from tfdist.checkpoint.shard import Json, Shard, ShardReader, read_shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, SavingRanks, ShardedSave, WorkerFiles
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import check_seconds, check_whole_number
@@ -46,6 +46,8 @@ class CheckpointStore:
     Raises:
         ValueError: If an argument is invalid.
     """
+
+    _read_shard: ShardReader = staticmethod(read_shard)
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3, peer_timeout_seconds: float = 60.0) -> None:
         check_whole_number("keep", keep, at_least=1)
@@ -132,7 +134,7 @@ class CheckpointStore:
         with explained("The checkpoints could not be read", self.directory):
             for sequence, path in list_checkpoints(self.directory).items():
                 try:
-                    checkpoint = Checkpoint(path)
+                    checkpoint = Checkpoint(path, read=self._read_shard)
                 except CorruptCheckpointError as error:
                     skipped.append(f"{path.name}: {error}")
                 else:
@@ -149,7 +151,7 @@ class CheckpointStore:
         path = self.directory / directory_name(sequence)
         with explained(f"Checkpoint {sequence} could not be read", self.directory):
             try:
-                checkpoint = Checkpoint(path)
+                checkpoint = Checkpoint(path, read=self._read_shard)
             except CorruptCheckpointError as error:
                 present = ", ".join(map(str, list_checkpoints(self.directory))) or "none"
                 raise CorruptCheckpointError(

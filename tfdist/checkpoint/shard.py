@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from tfdist.utils.dtypes import dtype_named
 
 Json = dict[str, Any]
 _Array = npt.NDArray[Any]
+ShardReader = Callable[[Path], "Shard"]  # as `read_shard`
 # The names in the format of the dtypes that it has.
 _CODES = {
     "bool": "BOOL",
@@ -37,6 +38,7 @@ _ESCAPE_PREFIX = "json:"
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # what readers accept
 _ALIGNMENT_BYTES = 8
+_SIZE_BYTES = 8  # of the header, before it
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,29 @@ def read_shard(path: Path) -> Shard:
         raise CorruptCheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
+def map_shard(path: Path) -> Shard:
+    """Returns a shard whose arrays are the file itself: of what is not read, nothing is copied.
+
+    What is written to an array stays in this process. The arrays change with the file, so nothing may write to it while
+    they are used; it may be removed, and its memory is free when they are.
+
+    Raises:
+        CorruptCheckpointError: If `write_shard` did not write this file.
+    """
+    try:
+        content = np.memmap(path, np.uint8, mode="c")
+        end = _SIZE_BYTES + int.from_bytes(content[:_SIZE_BYTES], "little")
+        header = content[:end].tobytes()
+        offsets = [
+            entry["data_offsets"] for name, entry in json.loads(header[_SIZE_BYTES:]).items() if name != _METADATA
+        ]
+        return decode_shard(header, [content[end + begin : end + stop] for begin, stop in offsets])
+    except PermissionError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path.name} cannot be read: {error}") from error
+
+
 def decode_shard(header: bytes, buffers: Sequence[Any]) -> Shard:
     """Returns the shard that `encode_shard` has encoded.
 
@@ -144,7 +169,7 @@ def decode_shard(header: bytes, buffers: Sequence[Any]) -> Shard:
     >>> decode_shard(encoded.header, [tensor.tobytes() for tensor in encoded.tensors])
     Shard(tensors={'bias': array([1., 1.])}, metadata={'step': 3})
     """
-    described = json.loads(header[8:])
+    described = json.loads(header[_SIZE_BYTES:])
     content = described.pop(_METADATA)
     dtypes = json.loads(content["dtypes"])
     codes = {code: dtype for dtype, code in _CODES.items()}
@@ -187,7 +212,7 @@ def _encode_header(content: Json) -> bytes:
             f"A part of a checkpoint cannot be written. Received: names and metadata of {len(text):,} bytes. "
             f"Expected: at most {_MAX_HEADER_BYTES:,}, the limit of safetensors. Store large metadata as tensors."
         )
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(_SIZE_BYTES, "little") + text
 
 
 class _StoredDtype(NamedTuple):

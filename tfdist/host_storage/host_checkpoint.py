@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tfdist.checkpoint.checkpoint import Checkpoint
 from tfdist.checkpoint.errors import HostError
+from tfdist.checkpoint.shard import ShardReader, read_shard
 from tfdist.host_storage.inventory import Found
 from tfdist.host_storage.meeting_of_hosts import Meeting
 
@@ -13,7 +14,12 @@ class HostCheckpoint(Checkpoint):
     """A committed checkpoint; what is read is kept in the directory of this host."""
 
     def __init__(
-        self, path: Path, found: Found, meeting: Meeting | None, verified: Mapping[str, tuple[int, ...]]
+        self,
+        path: Path,
+        found: Found,
+        meeting: Meeting | None,
+        verified: Mapping[str, tuple[int, ...]],
+        read: ShardReader = read_shard,
     ) -> None:
         """Describes a checkpoint. Files are verified when they are read.
 
@@ -22,8 +28,9 @@ class HostCheckpoint(Checkpoint):
             found: What it has, and who has it.
             meeting: The other hosts, if there are any.
             verified: The fingerprints of files that this process has verified before.
+            read: Reads a shard, as `read_shard`.
         """
-        super().__init__(path, written=found.manifest)
+        super().__init__(path, written=found.manifest, read=read)
         self._found, self._meeting = found, meeting
         self._verified |= verified
 

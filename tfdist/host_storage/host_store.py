@@ -267,7 +267,7 @@ class HostStore(CheckpointStore):
                 raise HostError(answer)
         self._is_completed = True
         self._known_complete.add(sequence)
-        return HostCheckpoint(path, found, meeting, self._verified)
+        return HostCheckpoint(path, found, meeting, self._verified, self._read_shard)
 
     def _complete(self, found: Found, meeting: Meeting) -> None:
         """Fetches what this host shall have, and gives what it has the name and the manifest of the checkpoint."""

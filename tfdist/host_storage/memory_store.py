@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tfdist.checkpoint.checkpoint import list_checkpoints
+from tfdist.checkpoint.checkpoint import Checkpoint, list_checkpoints
 from tfdist.checkpoint.direct_file import write_direct
 from tfdist.checkpoint.errors import CheckpointError
 from tfdist.checkpoint.manifest import MANIFEST_FILE
+from tfdist.checkpoint.shard import map_shard
 from tfdist.host_storage.host_store import HostStore
 from tfdist.utils import atomic_files
 
@@ -24,6 +25,8 @@ class MemoryStore(HostStore):
     It has the newest checkpoint, and the files of the one before it, which the next save writes to again: memory that
     is touched for the first time costs several times the copy. A save that is interrupted leaves the newest intact.
 
+    The arrays of a checkpoint that is read are its files, for the same reason. So nothing is written to these again.
+
     Args:
         directory: The directory, whose parent is that of the run.
         peer_timeout_seconds: How long a worker waits for others.
@@ -32,8 +35,11 @@ class MemoryStore(HostStore):
         CheckpointError: If the directory of the run is not this user's, or cannot be created.
     """
 
+    _read_shard = staticmethod(map_shard)
+
     def __init__(self, directory: Path, *, peer_timeout_seconds: float = 60.0) -> None:
         super().__init__(directory, keep=1, peer_timeout_seconds=peer_timeout_seconds)
+        self._in_use = ""  # the name of the checkpoint whose files are in use
         self._spare = directory / "spare"
         try:
             directory.parent.mkdir(mode=_PRIVATE, exist_ok=True)
@@ -48,6 +54,12 @@ class MemoryStore(HostStore):
                 f"The memory of this run is another user's. Received: {str(directory.parent)!r}. Expected: a directory "
                 "of this user. Start `tfdist run` again, or leave memory_every_steps out."
             )
+
+    def open(self, sequence: int) -> Checkpoint:
+        """Opens the checkpoint that the chief has chosen, see `HostStore.open`."""
+        checkpoint = super().open(sequence)
+        self._in_use = checkpoint.path.name
+        return checkpoint
 
     def clear(self) -> None:
         """Forgets all checkpoints, and uses their memory again. Only the worker that leads its host calls this."""
@@ -75,6 +87,9 @@ class MemoryStore(HostStore):
         return total
 
     def _discard(self, path: Path) -> None:
+        if path.name == self._in_use:
+            super()._discard(path)
+            return
         (path / MANIFEST_FILE).unlink(missing_ok=True)  # from here on it is no checkpoint
         self._spare.mkdir(exist_ok=True)
         for file in path.iterdir():

@@ -258,14 +258,16 @@ class TrainingState:
             totals = training_strategy(self._strategy).metric_totals
             if totals is not None:  # of samples that a worker had counted which may be lost before the next step
                 totals.store(*self._variables.metric_totals(self._read_all_ranks(checkpoint)))
-        self._python.restore(python_values, {**shared.tensors, **rank_shard.tensors})
+        tensors = {**shared.tensors, **rank_shard.tensors}
+        kept = {name: np.array(tensor) for name, tensor in tensors.items() if name.startswith(PYTHON_TENSORS)}
+        self._python.restore(python_values, kept)
         restore_python_and_numpy(generators)
 
     def _restore_late_metrics(self, per_replica: dict[str, Any], description: dict[str, Any]) -> None:
         """Restores the metrics that the first step creates when they exist."""
         present = NamedVariables(self._trained).metrics
         missing = {
-            name: value
+            name: np.array(value)  # the shard may be a file, whose memory is free when nothing refers to it
             for name, value in per_replica.items()
             if (variable := name.rpartition("@")[0]) not in present and self._trained.creates_later(variable)
         }
