@@ -16,7 +16,6 @@ from tfdist.exchange.result_log import LoggedChannel, ReplayError, ResultLog
 from tfdist.keras_internals.model_introspection import trace_step
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals.function_graphs import create_kernels
-from tfdist.tensorflow_internals.tensorflow_symbols import context
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -68,16 +67,19 @@ def test_the_graph_that_is_traced_before_the_first_batch_is_that_of_all_batches(
 def test_kernels_are_created_and_nothing_runs(cpus):
     counter = tf.Variable(0)
 
-    @tf.function
-    def step(batch):
-        counter.assign_add(1)
-        return tf.reduce_sum(batch["x"])
+    def create(operation):
+        @tf.function
+        def step(batch):
+            counter.assign_add(1)
+            return tf.reduce_sum(batch["x"]), operation()
 
-    spec = {"x": tf.TensorSpec([None, 3], tf.float32), "name": tf.TensorSpec([], tf.string)}
-    traced = step.get_concrete_function(spec)
-    context().enable_graph_collection()
-    create_kernels(traced, spec)
-    assert context().export_run_metadata().function_graphs, "of functions for which TensorFlow has created kernels"
+        spec = {"x": tf.TensorSpec([None, 3], tf.float32), "name": tf.TensorSpec([], tf.string)}
+        create_kernels(step.get_concrete_function(spec), spec)
+        return step
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="TPUOrdinalSelector"):
+        create(tf.raw_ops.TPUOrdinalSelector)  # for which there is no kernel
+    step = create(lambda: tf.constant(0))
     assert counter.numpy() == 0
     step({"x": tf.ones([2, 3]), "name": tf.constant("a")})
     assert counter.numpy() == 1

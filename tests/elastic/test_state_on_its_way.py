@@ -60,9 +60,9 @@ def test_only_the_state_leaves_the_link_to_others_for_half_of_the_time(monkeypat
     sent = weakref.ref(state[0])
     transfer.put({"step": 1}, state)
     del state
+    wait_until(lambda: sent() is None, "the state is sent, and its memory is free")
     transfer.put({"step": 2, "results": []}, [np.zeros(3, np.int64)])
     wait_until(lambda: len(connection.sizes) == 5, "both are sent")
-    wait_until(lambda: sent() is None, "the memory of the state is free while nothing else is sent")
     transfer.close()
     wait_until(lambda: transfer.has_ended, "it ends")
     assert pauses == [True, True]
