@@ -209,8 +209,8 @@ class ElasticFit(LastCallback):
             variable.assign(self._transactions.value_of_oldest(value))
 
     def _training_state(self) -> TrainingState:
-        options = {"timeout_seconds": self._group.timeout_seconds, "copies": HostViews()}
-        return state_of_fit(self.model, self.others, self._iterator.element_spec, **options)
+        spec, timeout = self._iterator.element_spec, self._group.timeout_seconds
+        return state_of_fit(self.model, self.others, spec, timeout_seconds=timeout, copies=HostViews())
 
     def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
         snapshot = self._training_state().snapshot({}, is_chief=True)

@@ -159,8 +159,8 @@ def state_of_fit(
         ValueError: If a callback would restore the training, too.
         RuntimeError: If the shapes of a batch are not known.
     """
-    callbacks_of_fit, options = _Callbacks(callbacks), {"timeout_seconds": timeout_seconds, "copies": copies}
-    return TrainingState(TrainedModel(model), callbacks_of_fit, element_spec, **options)
+    trained, python = TrainedModel(model), _Callbacks(callbacks)
+    return TrainingState(trained, python, element_spec, timeout_seconds=timeout_seconds, copies=copies)
 
 
 class TrainingState:
