@@ -15,6 +15,7 @@ from tfdist.exchange.exchange_errors import GroupFailure
 from tfdist.exchange.result_log import LoggedChannel, ReplayError, ResultLog
 from tfdist.keras_internals.model_introspection import trace_step
 from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals.function_graphs import create_kernels
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -61,6 +62,46 @@ def test_the_graph_that_is_traced_before_the_first_batch_is_that_of_all_batches(
     assert traces.traced == 2, "the step is traced for both replicas"
     assert model.shapes == [[None, 3]] * 2, "it is traced once"
     assert model.optimizer.iterations.numpy() == 6
+
+
+def test_kernels_are_created_and_nothing_runs(cpus):
+    counter = tf.Variable(0)
+
+    def create(operation):
+        @tf.function
+        def step(batch):
+            counter.assign_add(1)
+            return tf.reduce_sum(batch["x"]), operation()
+
+        spec = {"x": tf.TensorSpec([None, 3], tf.float32), "name": tf.TensorSpec([], tf.string)}
+        create_kernels(step.get_concrete_function(spec), spec)
+        return step
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="TPUOrdinalSelector"):
+        create(tf.raw_ops.TPUOrdinalSelector)  # for which there is no kernel
+    step = create(lambda: tf.constant(0))
+    assert counter.numpy() == 0
+    step({"x": tf.ones([2, 3]), "name": tf.constant("a")})
+    assert counter.numpy() == 1
+
+
+def test_a_step_that_xla_compiles_does_not_run_early(cpus):
+    """XLA would run it although its call is cancelled."""
+    counter = tf.Variable(0)
+
+    @tf.function(jit_compile=True)
+    def compiled(batch):
+        counter.assign_add(1)
+        return batch
+
+    one_step_on_data = SimpleNamespace(__wrapped__=compiled)
+
+    def function():
+        return one_step_on_data
+
+    dataset = MirroredStrategy(cpus[:2]).experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2))
+    trace_step(function, dataset.element_spec)
+    assert compiled.experimental_get_tracing_count() == 1 and counter.numpy() == 0
 
 
 def test_a_step_that_runs_in_python_is_not_traced(cpus):

@@ -115,7 +115,7 @@ def test_another_worker_takes_over_all_but_its_counts_and_residuals(cpus):
     giver.store_metrics()
     keras.random.normal([1])  # from the global generator
     drawn = global_seed_generator().state.numpy()
-    parts = [part if isinstance(part, bytes) else part.tobytes() for part in encode_state(giver.snapshot(), {})()]
+    parts = [part if isinstance(part, bytes) else part.tobytes() for part in encode_state(giver.snapshot(), {})]
     received = ReceivedState([bytearray(part) for part in parts], 2)
     forget_global_seed_generator()
     taken = MetricTotals()

@@ -49,6 +49,18 @@ class _Total:
         self.values = values
 
 
+class _SentValues:
+    """An array that calls a function before its values are sent."""
+
+    def __init__(self, values: Any, before: Callable[[], None]) -> None:
+        self._values, self._before = values, before
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        del dtype, copy
+        self._before()
+        return self._values
+
+
 class ThreadWorker:
     """A worker that trains until it is killed, or has made `last_step`.
 
@@ -170,12 +182,7 @@ class ThreadWorker:
         return self.exchange.channel(STEPS).all_reduce(np.array(values))
 
     def _give_state(self) -> None:
-        values, before_state = self._state.values, self.before_state
-
-        def parts() -> list[Any]:
-            before_state()
-            return [values]
-
+        parts = [_SentValues(self._state.values, self.before_state)]
         for request in self.group.donor.requests():
             if self.refusal:
                 request.fail(self.refusal)

@@ -22,6 +22,7 @@ from tfdist.keras_internals.keras_callbacks import LastCallback, has_own_code_be
 from tfdist.keras_internals.saved_files import continue_files
 from tfdist.recovery.preemption import exit_process
 from tfdist.recovery.training_state import TrainingProgress, TrainingState, state_of_fit
+from tfdist.recovery.variable_copies import HostViews
 
 
 def reject_backups(callbacks: Sequence[Any]) -> None:
@@ -208,11 +209,10 @@ class ElasticFit(LastCallback):
             variable.assign(self._transactions.value_of_oldest(value))
 
     def _training_state(self) -> TrainingState:
-        timeout = self._group.timeout_seconds
-        return state_of_fit(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
+        spec, timeout = self._iterator.element_spec, self._group.timeout_seconds
+        return state_of_fit(self.model, self.others, spec, timeout_seconds=timeout, copies=HostViews())
 
-    def _encoded_state(self, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
-        # In new memory each time: an earlier state may still be sent.
+    def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
         snapshot = self._training_state().snapshot({}, is_chief=True)
         metadata["progress"] = asdict(self._progress)
         metadata["position"] = self._iterator.position(self._progress.next_step, self._logs).to_json()

@@ -123,5 +123,5 @@ class LoopMember:
     def _ask_to_leave(self) -> None:
         self._is_asked_to_leave = True
 
-    def _encoded_state(self, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
+    def _encoded_state(self, metadata: dict[str, Any]) -> list[Any]:
         return encode_state(self._state.snapshot(), {**metadata, "sums": self._state.sums_of_metrics()})

@@ -12,6 +12,7 @@ from tfdist.keras_internals.model_state import OptimizerState, components
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.trained_objects import ObjectStates, TrainedObjects
 from tfdist.recovery.training_state import Snapshot, TrainingState
+from tfdist.recovery.variable_copies import HostViews
 from tfdist.recovery.variable_names import GENERATORS, NamedVariables
 from tfdist.utils.json_state import from_json, to_json
 
@@ -64,7 +65,7 @@ class LoopState:
             self._store_totals()
 
     def snapshot(self) -> Snapshot:
-        """Returns the present state, as it is sent to a worker that joins. In new memory: another may be sent yet."""
+        """Returns the present state, as it is sent to a worker that joins. It shares the memory of the variables."""
         return self._state().snapshot({}, is_chief=True)
 
     def sums_of_metrics(self) -> list[Any]:
@@ -87,7 +88,7 @@ class LoopState:
 
     def _state(self) -> TrainingState:
         states = ObjectStates(self._trained.with_state)
-        return TrainingState(self._trained, states, timeout_seconds=_TIMEOUT_SECONDS)
+        return TrainingState(self._trained, states, timeout_seconds=_TIMEOUT_SECONDS, copies=HostViews())
 
     def _of_metrics(self) -> list[Any]:
         return list(self._trained.metrics().values())

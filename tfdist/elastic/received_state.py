@@ -1,7 +1,7 @@
 """The state of a training in memory: encoded by the worker that sends it, and read like a checkpoint by another one."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfdist.checkpoint.shard import Shard, decode_shard, encode_shard
@@ -9,12 +9,11 @@ from tfdist.recovery.missing_ranks import shard_of_missing_rank
 from tfdist.recovery.training_state import Snapshot
 
 
-def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> Callable[[], list[Any]]:
+def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> list[Any]:
     """Encodes a snapshot of the chief's, and what belongs to it, as JSON.
 
     Returns:
-        A function that returns the buffers. It copies the variables, so call it on another thread than that of the
-        steps, which need not wait for it.
+        The buffers, which share the memory of the snapshot.
 
     Raises:
         ValueError: See `encode_shard`.
@@ -24,12 +23,7 @@ def encode_state(snapshot: Snapshot, metadata: dict[str, Any]) -> Callable[[], l
     for shard in (snapshot.shared, snapshot.rank):
         encoded = encode_shard(shard)
         parts += [len(encoded.tensors).to_bytes(8, "little"), encoded.header, *encoded.tensors]
-
-    def copied() -> list[Any]:
-        snapshot.finish()
-        return parts
-
-    return copied
+    return parts
 
 
 class ReceivedState:

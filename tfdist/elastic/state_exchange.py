@@ -43,7 +43,7 @@ class StateExchange:
         assert self._receiver is not None
         self._transactions.replay(self._receiver, Changes(**received.metadata["changes"]))
 
-    def give(self, encode: Callable[[dict[str, Any]], Callable[[], list[Any]]]) -> None:
+    def give(self, encode: Callable[[dict[str, Any]], list[Any]]) -> None:
         """Sends the state after this step to workers that wait for it, and later what is exchanged in each step.
 
         Args:

@@ -10,8 +10,9 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
+from tfdist.tensorflow_internals.function_graphs import create_kernels
 from tfdist.tensorflow_internals.rows_per_replica import has_known_rows
-from tfdist.tensorflow_internals.xla_functions import inlined, python_function_of
+from tfdist.tensorflow_internals.xla_functions import inlined, is_compiled, python_function_of
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
@@ -41,6 +42,8 @@ def bound_to(model: Any, step_function: Any) -> Any:
 def trace_step(function: Any, element_spec: Any) -> None:
     """Traces the graph in which a function of `fit` computes a batch, if the first batch would be traced alike.
 
+    TensorFlow also creates the kernels of the graph now; nothing runs.
+
     Args:
         function: What Keras' `make_train_function` has made.
         element_spec: The structure of `tf.TypeSpec`s of the batches. Other unknown sizes than the number of rows may
@@ -52,7 +55,9 @@ def trace_step(function: Any, element_spec: Any) -> None:
     compute = next((cell.cell_contents for name, cell in cells if name == "one_step_on_data"), None)
     compiled: Any = getattr(compute, "__wrapped__", None)  # within a conversion of optional parts of the batch
     if hasattr(compiled, "get_concrete_function"):
-        compiled.get_concrete_function(element_spec)
+        traced = compiled.get_concrete_function(element_spec)
+        if not is_compiled(compiled):
+            create_kernels(traced, element_spec)
 
 
 def has_own_step(model: Any) -> bool:

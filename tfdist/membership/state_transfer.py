@@ -85,13 +85,13 @@ class StateDonor:
         """Leaves a request for a later call of `requests`."""
         self._requests.put(request)
 
-    def send(self, request: StateRequest, step: int, parts: Callable[[], Sequence[Any]]) -> None:
+    def send(self, request: StateRequest, step: int, parts: Sequence[Any]) -> None:
         """Sends the state after a step, on another thread.
 
         Args:
             request: The worker.
             step: The number of committed steps.
-            parts: Returns the buffers to send; called on that thread.
+            parts: The buffers to send. They are released when they are sent.
         """
         transfer = _Transfer(request.connection)
         self._transfers.append(transfer)
@@ -103,7 +103,7 @@ class StateDonor:
             [result.channel, result.kind, result.values.dtype.name, list(result.values.shape)] for result in results
         ]
         for transfer in self._transfers:
-            transfer.put({"step": step, "results": described}, lambda: [result.values for result in results])
+            transfer.put({"step": step, "results": described}, [result.values for result in results])
 
     def close(self) -> None:
         """Ends all transfers."""
@@ -134,24 +134,21 @@ class _Transfer:
 
     def __init__(self, connection: BlockingConnection) -> None:
         self.connection = connection
-        self._queue: queue.SimpleQueue[tuple[dict[str, Any], Callable[[], Sequence[Any]], int] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[dict[str, Any], Sequence[Any]] | None] = queue.SimpleQueue()
         self._queued_bytes, self._limit_bytes = 0, 0
         self._counting = threading.Lock()
         self.has_ended = False
         threading.Thread(target=self._send_all, name="tfdist state", daemon=True).start()
 
-    def put(self, message: dict[str, Any], parts: Callable[[], Sequence[Any]]) -> None:
+    def put(self, message: dict[str, Any], parts: Sequence[Any]) -> None:
         """Sends a message and buffers after all earlier ones."""
-        size = sum(part.nbytes for part in parts()) if "results" in message else 0
         with self._counting:
-            self._queued_bytes += size
+            self._queued_bytes += _bytes_of_results(message, parts)
             is_too_much = 0 < self._limit_bytes < self._queued_bytes
         if is_too_much:
             self.close()
         elif not self.has_ended:
-            self._queue.put((message, parts, size))
+            self._queue.put((message, parts))
 
     def close(self) -> None:
         """Ends the thread, also while it sends, and forgets what is left to send."""
@@ -165,16 +162,23 @@ class _Transfer:
 
     def _send_all(self) -> None:
         try:
-            while not self.has_ended and (entry := self._queue.get()) is not None:
-                message, parts, size = entry
-                self._send(message, [memoryview(part) for part in _flat(parts())])
-                with self._counting:
-                    self._queued_bytes -= size
+            while not self.has_ended and self._send_next():
+                pass
         except (TransportError, OSError):
             pass  # that worker has ended
         finally:
             self.has_ended = True
             self.connection.close()
+
+    def _send_next(self) -> bool:
+        """Sends what was put first, and keeps nothing of it; returns false at the end."""
+        if (entry := self._queue.get()) is None:
+            return False
+        message, parts = entry
+        self._send(message, [memoryview(part) for part in _flat(parts)])
+        with self._counting:
+            self._queued_bytes -= _bytes_of_results(message, parts)
+        return True
 
     def _send(self, message: dict[str, Any], buffers: Sequence[memoryview]) -> None:
         sizes = [len(buffer) for buffer in buffers]
@@ -193,6 +197,10 @@ class _Transfer:
 def _close_in_fork(connection: BlockingConnection) -> None:
     if (descriptor := connection.detach()[0].detach()) >= 0:
         os.close(descriptor)
+
+
+def _bytes_of_results(message: dict[str, Any], parts: Sequence[Any]) -> int:
+    return sum(part.nbytes for part in parts) if "results" in message else 0
 
 
 def _flat(parts: Sequence[Any]) -> list[Any]:

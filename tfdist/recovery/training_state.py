@@ -25,7 +25,7 @@ from tfdist.recovery.random_generators import (
 )
 from tfdist.recovery.resharding import is_replica_name, merge_ranks
 from tfdist.recovery.trained_model import Trained, TrainedModel
-from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
+from tfdist.recovery.variable_copies import HostCopies, HostViews, WorkerCopies
 from tfdist.recovery.variable_names import NamedVariables
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_of
@@ -144,27 +144,41 @@ class _Callbacks:
 
 
 def state_of_fit(
-    model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any, *, timeout_seconds: float
+    model: Any,
+    callbacks: Sequence[keras.callbacks.Callback],
+    element_spec: Any,
+    *,
+    timeout_seconds: float,
+    copies: HostViews | None = None,
 ) -> "TrainingState":
     """Returns the state of a `fit` of `model`. `callbacks` are those of `fit` without FailureRecovery.
+
+    See `TrainingState`.
 
     Raises:
         ValueError: If a callback would restore the training, too.
         RuntimeError: If the shapes of a batch are not known.
     """
-    callbacks_of_fit = _Callbacks(callbacks)
-    return TrainingState(TrainedModel(model), callbacks_of_fit, element_spec, timeout_seconds=timeout_seconds)
+    trained, python = TrainedModel(model), _Callbacks(callbacks)
+    return TrainingState(trained, python, element_spec, timeout_seconds=timeout_seconds, copies=copies)
 
 
 class TrainingState:
     """The variables of a training, its callbacks or other objects, and the random generators of this process."""
 
     def __init__(
-        self, trained: Trained, python: PythonState, element_spec: Any = None, *, timeout_seconds: float
+        self,
+        trained: Trained,
+        python: PythonState,
+        element_spec: Any = None,
+        *,
+        timeout_seconds: float,
+        copies: HostViews | None = None,
     ) -> None:
         """Creates the variables that Keras would create in the first step, see `VariableSnapshots.build`.
 
-        `timeout_seconds` is how long to wait for workers that write or read variables on their devices.
+        `timeout_seconds` is how long to wait for workers that write or read variables on their devices. With `copies`
+        snapshots of variables on this process share their memory.
 
         Raises:
             RuntimeError: If the shapes of a batch are not known.
@@ -173,7 +187,7 @@ class TrainingState:
         self._num_replicas = int(self._strategy.num_replicas_in_sync)
         self._timeout_seconds = timeout_seconds
         is_placed = bool(placed_devices(self._strategy))
-        self._copies = WorkerCopies(timeout_seconds) if is_placed else HostCopies()
+        self._copies = WorkerCopies(timeout_seconds) if is_placed else copies or HostCopies()
         self._variables = VariableSnapshots(trained, self._copies)
         self._variables.build(element_spec)
 

@@ -69,6 +69,28 @@ class HostCopies:
             np.copyto(*self._requested.popleft())
 
 
+class HostViews:
+    """The values of variables for one use: nothing is copied. While a view exists, an update takes new memory.
+
+    See `HostCopies`.
+
+    >>> import tensorflow as tf
+    >>> variable = tf.Variable([1.0, 2.0])
+    >>> view = HostViews().request("kernel", variable)
+    >>> changed = variable.assign_add([1.0, 1.0])
+    >>> view
+    array([1., 2.], dtype=float32)
+    """
+
+    def request(self, name: str, variable: Any) -> np.ndarray:
+        """Returns the present value of a `tf.Variable`, which is not split."""
+        del name
+        return host_view(variable)
+
+    def finish(self) -> None:
+        """See `HostCopies`: there is nothing left to do."""
+
+
 class _Saved(NamedTuple):
     """A `tf.Variable` that a task writes, and what it holds of the tensor of this name and shape."""
 

@@ -22,7 +22,7 @@ from tfdist.recovery.resharding import (
     reshard,
 )
 from tfdist.recovery.trained_model import Trained
-from tfdist.recovery.variable_copies import HostCopies, WorkerCopies
+from tfdist.recovery.variable_copies import HostCopies, HostViews, WorkerCopies
 from tfdist.recovery.variable_names import (
     ACCUMULATORS,
     EXACT_WEIGHTS,
@@ -73,7 +73,7 @@ class VariableSnapshots:
     True
     """
 
-    def __init__(self, trained: Trained, copies: HostCopies | WorkerCopies | None = None) -> None:
+    def __init__(self, trained: Trained, copies: HostCopies | HostViews | WorkerCopies | None = None) -> None:
         """Reads what is trained. Variables that are created later are found, too.
 
         `copies` makes the copies when its `finish` is called. None: copies are made at once, in new memory. Those that

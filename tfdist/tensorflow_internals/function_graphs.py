@@ -1,4 +1,4 @@
-"""The graphs of functions: where their operations come from, which others they run, what they keep, and their end."""
+"""The graphs of functions: where their operations come from, which others they run, their kernels, and their end."""
 
 import contextlib
 import functools
@@ -17,6 +17,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph, gradient_r
 
 _KERAS_FUNCTIONS = ("ops", "backend", "random", "utils")  # which programs call, too
 _SymbolicTensor = private("tensorflow.python.framework.ops:SymbolicTensor", "a tensor of a graph")
+_cancellation = private("tensorflow.python.eager:cancellation", "ends the call of a function before it runs")
 _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
 )
@@ -101,6 +102,23 @@ def captured_handles(ignored: str) -> set[int]:
         if not any(around.name.startswith(ignored) for around in graphs_around(graph) if isinstance(around, FuncGraph)):
             handles.update(map(id, graph.external_captures))
     return handles
+
+
+def create_kernels(function: Any, argument_spec: Any) -> None:
+    """Optimizes the graph of a concrete function and creates its kernels, which its first call would do.
+
+    Nothing of it runs: TensorFlow looks whether a call is cancelled when it has done that.
+
+    Args:
+        function: A `tf.types.experimental.ConcreteFunction` that XLA does not compile: XLA would run it.
+        argument_spec: The structure of `tf.TypeSpec`s of its argument, whose ranks are known.
+    """
+    specs = tf.nest.flatten(argument_spec, expand_composites=True)
+    empty = [tf.zeros([size or 0 for size in spec.shape], spec.dtype) for spec in specs]
+    manager = _cancellation.CancellationManager()
+    manager.start_cancel()
+    with contextlib.suppress(tf.errors.CancelledError), _cancellation.CancellationManagerContext(manager):
+        function(tf.nest.pack_sequence_as(argument_spec, empty, expand_composites=True))
 
 
 def call_with(handles: Collection[tf.Tensor], graph: tf.Graph, first: int) -> str | None:
