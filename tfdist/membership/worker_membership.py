@@ -470,6 +470,7 @@ class Membership:
                     self._agreed.reaches(number)
                     if "alive" not in message:
                         self._agreed.receive(number, message, time.monotonic())
+                        self._commits.answer_if_known()  # at once: a short step waits for nothing else
             except ConnectionClosedError as error:
                 self._connections.pop(number)
                 if str(error) in _ENDS:
