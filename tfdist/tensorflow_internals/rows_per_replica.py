@@ -309,7 +309,7 @@ def _eager_draw(iterator: Any) -> Callable[[], Any] | None:
     specs = tf.nest.flatten(structure)
     # Behind that of the iterator over several devices, if there is one.
     handles = tf.nest.flatten(iterator, expand_composites=True)[-len(devices) :]
-    parts = [spec._value_specs[0] if isinstance(spec, RowsPerReplicaSpec) else None for spec in specs]
+    parts: list[Any] = [spec._value_specs[0] if isinstance(spec, RowsPerReplicaSpec) else None for spec in specs]
     if len(handles) != len(devices) or not all(isinstance(part, tf.TensorSpec) for part in parts):
         return None
     types, shapes = [part.dtype for part in parts], [part.shape for part in parts]
