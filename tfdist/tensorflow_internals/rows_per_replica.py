@@ -35,8 +35,8 @@ _PerReplica = private("tensorflow.python.distribute.values:PerReplica", "holds t
 _PerReplicaSpec = private("tensorflow.python.distribute.values:PerReplicaSpec", "the type of such a value")
 _Iterator = private(f"{_INPUT}:DistributedIteratorBase", "draws the batches of the replicas")
 _values_or_none = private(f"{_INPUT}:_get_value_or_dummy", "gives a replica without data a batch without rows")
-_DRAW = "_tfdist_draw"
 _input_lib = private("tensorflow.python.distribute:input_lib", "likewise, as its iterators call it")
+_DRAW = "_tfdist_draw"  # an attribute of iterators
 
 
 class RowsPerReplica(_PerReplica):  # type: ignore[misc, valid-type]
