@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.batch_calls import BatchCalls
 from tfdist.keras_internals.model_introspection import trace_step
 from tfdist.keras_internals.model_state import SEED, WEIGHT, OptimizerState, components, model_variables, optimizers_of
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
@@ -123,10 +124,8 @@ def _step_function(strategy: Any, model: Any, name: str, function: Any) -> Any:
     if name == "predict":
         return elastic.step_function(model, name, function)
 
-    def run_on_batch(batch: Any) -> Any:
-        return function(iter([batch]))
-
-    run = run_on_batch if last_batch is None else last_batch.kept_by(run_on_batch)
+    calls = BatchCalls(function)
+    run = calls if last_batch is None else last_batch.kept_by(calls)
     run = run if guard is None else guard.before_attempts(run)
     if elastic is not None:
         run = elastic.step_function(model, name, run, functools.partial(trace_step, function))

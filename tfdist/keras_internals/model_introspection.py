@@ -49,15 +49,20 @@ def trace_step(function: Any, element_spec: Any) -> None:
         element_spec: The structure of `tf.TypeSpec`s of the batches. Other unknown sizes than the number of rows may
             change what a step computes, as Keras removes axes of size 1.
     """
-    if not has_known_rows(element_spec):
-        return
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    compute = next((cell.cell_contents for name, cell in cells if name == "one_step_on_data"), None)
-    compiled: Any = getattr(compute, "__wrapped__", None)  # within a conversion of optional parts of the batch
-    if hasattr(compiled, "get_concrete_function"):
+    compiled = compiled_step(function)
+    if compiled is not None and has_known_rows(element_spec):
         traced = compiled.get_concrete_function(element_spec)
         if not is_compiled(compiled):
             create_kernels(traced, element_spec)
+
+
+def compiled_step(function: Any) -> Any:
+    """Returns the `tf.function` that computes a batch within a function of `fit`; `None` under `run_eagerly`."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = zip(names, getattr(function, "__closure__", None) or (), strict=True)
+    compute = next((cell.cell_contents for name, cell in cells if name == "one_step_on_data"), None)
+    compiled: Any = getattr(compute, "__wrapped__", None)  # within a conversion of optional parts of the batch
+    return compiled if hasattr(compiled, "get_concrete_function") else None
 
 
 def has_own_step(model: Any) -> bool:

@@ -107,6 +107,8 @@ class RowShares:
                         first * takes,
                         end * takes + (1 - takes) * tf.minimum(num_devices, tf.cast(rows, tf.int32)),
                     )
+        if num_devices == 1:
+            return [(first, end)]
         ends_of_replicas = [first + index * (end - first) // num_devices for index in range(num_devices + 1)]
         return [*zip(ends_of_replicas, ends_of_replicas[1:], strict=False)]
 

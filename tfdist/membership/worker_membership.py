@@ -480,6 +480,7 @@ class Membership:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._connections.pop(number)
                 self._lose(number, connection, error)
+            self._commits.answer_if_known()  # before anything else, since a short step waits for it
 
     def _lose(self, number: int, connection: NonblockingConnection, error: Exception) -> None:
         _log.warning("The connection of worker %d to worker %d has failed: %r.", self.rank, number % self._ranks, error)

@@ -36,6 +36,7 @@ _PerReplicaSpec = private("tensorflow.python.distribute.values:PerReplicaSpec", 
 _Iterator = private(f"{_INPUT}:DistributedIteratorBase", "draws the batches of the replicas")
 _values_or_none = private(f"{_INPUT}:_get_value_or_dummy", "gives a replica without data a batch without rows")
 _input_lib = private("tensorflow.python.distribute:input_lib", "likewise, as its iterators call it")
+_DRAW = "_tfdist_draw"  # an attribute of iterators
 
 
 class RowsPerReplica(_PerReplica):  # type: ignore[misc, valid-type]
@@ -282,6 +283,12 @@ def _or_rows(stock: Callable[..., Any], draw: Callable[[Any, Any], Any]) -> Call
 
 
 def _get_next(iterator: Any, spec: RowsPerReplicaSpec) -> Any:
+    if spec.is_complete and not iterator._enable_get_next_as_optional and tf.executing_eagerly():
+        if not hasattr(iterator, _DRAW):
+            setattr(iterator, _DRAW, _eager_draw(iterator))
+        if (draw := getattr(iterator, _DRAW)) is not None:
+            return draw()
+
     def without_counts() -> Any:
         values = iterator._get_next_no_partial_batch_handling()
         return _with_counts(iterator, values, [True] * len(spec._value_specs) if spec._has_counts else None, 0)
@@ -291,6 +298,31 @@ def _get_next(iterator: Any, spec: RowsPerReplicaSpec) -> Any:
         return without_counts()
     any_has_value, batch = _draw(iterator, spec)
     return tf.cond(any_has_value, batch, without_counts)
+
+
+def _eager_draw(iterator: Any) -> Callable[[], Any] | None:
+    """Returns what draws a complete batch of tensors outside of a function, where TensorFlow's iterators take 0.6 ms.
+
+    `None` if a part of the batches is no tensor, as a ragged one, or the replicas have one iterator.
+    """
+    structure, devices = iterator._element_spec, iterator._input_workers.compute_devices_for_worker(0)
+    specs = tf.nest.flatten(structure)
+    # Behind that of the iterator over several devices, if there is one.
+    handles = tf.nest.flatten(iterator, expand_composites=True)[-len(devices) :]
+    parts: list[Any] = [spec._value_specs[0] if isinstance(spec, RowsPerReplicaSpec) else None for spec in specs]
+    if len(handles) != len(devices) or not all(isinstance(part, tf.TensorSpec) for part in parts):
+        return None
+    types, shapes = [part.dtype for part in parts], [part.shape for part in parts]
+
+    def draw() -> Any:
+        drawn = []
+        for device, handle in zip(devices, handles, strict=True):
+            with tf.device(device):
+                drawn.append(tf.raw_ops.IteratorGetNext(iterator=handle, output_types=types, output_shapes=shapes))
+        leaves = [RowsPerReplica(values, spec) for spec, *values in zip(specs, *drawn, strict=True)]
+        return tf.nest.pack_sequence_as(structure, leaves)
+
+    return draw
 
 
 def _get_next_as_optional(iterator: Any, spec: RowsPerReplicaSpec) -> Any:
