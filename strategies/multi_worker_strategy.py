@@ -79,6 +79,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         compression: Compression = None,
         bucket_bytes: int | None = None,
         shard_optimizer_state: bool | ShardedState = False,
+        shard_weights: bool = False,
         start_timeout_seconds: float | None = None,
         micro_batches: int | None = None,
         load_balancing: bool | LoadBalancing = False,
@@ -104,6 +105,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
                 the variables only, updates that part, and receives the others. A `ShardedState` has options. See
                 `docs/sharded_state.md`.
+            shard_weights: Whether each replica holds its part of the weights only, and of all slots: those of a layer
+                are gathered when it computes. As `shard_optimizer_state=ShardedState(weights=True)`.
             start_timeout_seconds: How many seconds the other workers may take to start. By default the value of
                 `tfdist run --start-timeout`, else 300.
             micro_batches: The number of micro-batches into which each replica splits its part of a training step. They
@@ -130,9 +133,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         elastic = is_elastic_run(elastic)
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
-        local_mode = _local_mode(mode, shard_optimizer_state, divides_rows=divides_rows)
+        local_mode = _local_mode(mode, shard_optimizer_state or shard_weights, divides_rows=divides_rows)
         reduction = self._configure(
-            bucket_bytes, communication_options, compression, shard_optimizer_state, joins_workers=True
+            bucket_bytes, communication_options, compression, shard_optimizer_state, shard_weights, joins_workers=True
         )
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         if elastic:
@@ -140,7 +143,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             check_elastic_options(
                 communication_options=nccl,
                 overlap_steps=0 if local_mode is None else local_mode.overlap_steps,
-                shard_optimizer_state=shard_optimizer_state,
+                shard_optimizer_state=shard_optimizer_state or shard_weights,
             )
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
@@ -303,6 +306,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return tf.nest.map_structure(
             lambda value: EqualOnAllReplicas(list(self.experimental_local_results(value))), results
         )
+
+    def _of_first_worker(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the value of worker 0. All workers call this, eagerly."""
+        boundary = self.extended.boundary
+        if boundary is not None:
+            return boundary.broadcast(value)
+        own = value if self.rank == 0 else tf.zeros_like(value)
+        return value if self.num_workers == 1 else super().reduce("SUM", own)
 
     def _shares_of(
         self, balancing: LoadBalancing | None, shares: Sequence[float] | None, *, process: int

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
+from tfdist.keras_internals.split_weight import SplitWeight
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 from tfdist.utils.weak_identity_map import WeakIdentityMap
@@ -33,9 +34,18 @@ class SplitSlots:
         self.sharding = sharding
         self.is_whole = is_whole
         self._positions = {optimizer._var_key(variable): number for number, variable in enumerate(variables)}
-        self.layout = sharding.plan([_spec(optimizer, variable) for variable in variables], is_whole=is_whole)
+        in_parts = [position for position, variable in enumerate(variables) if isinstance(variable, SplitWeight)]
+        if in_parts and is_whole:
+            raise ValueError(
+                "Weights in parts need an optimizer that updates each value by itself. Received: "
+                f"{type(optimizer).__name__}, under a strategy with `shard_weights=True`. Expected: SGD, Adam, AdamW, "
+                "Adamax, Adagrad, Adadelta, RMSprop, Lion, Ftrl or ScheduleFreeAdamW. Use one of them, or create the "
+                "strategy with `shard_optimizer_state=True` alone."
+            )
+        specs = [_spec(optimizer, variable) for variable in variables]
+        self.layout = sharding.plan(specs, is_whole=is_whole, in_parts=in_parts)
         self.exact_weights = self._new_exact_weights(optimizer, variables)
-        self.is_used = bool(self.exact_weights)
+        self.is_used = bool(self.exact_weights or in_parts)
         self._factors = [
             p for p, candidate in enumerate(variables) if _is_factored(optimizer, candidate) for _ in range(2)
         ]
@@ -51,7 +61,10 @@ class SplitSlots:
 
     def splits_accumulators(self, optimizer: Any, variable: Any) -> bool:
         """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
-        return bool(self.sharding.options.accumulators) and not optimizer._overwrite_variable_with_gradient(variable)
+        options = self.sharding.options
+        return bool(options.accumulators or options.weights) and not optimizer._overwrite_variable_with_gradient(
+            variable
+        )
 
     def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> SplitSlot | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""

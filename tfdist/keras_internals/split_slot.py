@@ -58,16 +58,21 @@ class SplitSlot(Variable):
         """
         self._bounds, self._devices, self._first, self._gather = list(bounds), list(devices), first, gather
         self._is_whole = is_whole
-        self._parts: list[tf.Variable] = []
         super().__init__(**more)
 
     def _initialize(self, value: Any) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
-            flat = tf.reshape(tf.convert_to_tensor(value() if callable(value) else value), [-1])
+            self._create_parts(tf.convert_to_tensor(value() if callable(value) else value))
+
+    def _create_parts(self, value: tf.Tensor) -> None:
+        """Creates the parts of this process of a whole value."""
+        flat = tf.reshape(value, [-1])
+        self._parts: list[tf.Variable] = []
         for device, (start, stop) in zip(self._devices, self._own_bounds, strict=True):
             with tf.init_scope(), tf.device(device):
-                part = tf.identity(self._part(flat, start, stop))
-                self._parts.append(ResourceVariable(part, trainable=False, name=self.name))
+                # A slice shares, and would keep, the memory of the whole value.
+                part = tf.raw_ops.DeepCopy(x=tf.identity(self._part(flat, start, stop)))
+                self._parts.append(ResourceVariable(part, trainable=self.trainable, name=self.name))
         self._value = self._parts[0]
 
     def _part(self, flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:

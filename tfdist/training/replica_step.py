@@ -28,6 +28,7 @@ from tfdist.keras_internals.model_introspection import (
     set_added_losses,
     step_states,
 )
+from tfdist.keras_internals.model_state import is_on_replicas
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica, filled_samples, is_complete
@@ -304,7 +305,7 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
         ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
     """
     variables = [*model.variables, *model.metrics_variables]
-    stray = next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
+    stray = next((variable for variable in variables if not is_on_replicas(variable)), None)
     if stray is not None:
         raise ValueError(
             "A variable was created outside the strategy's scope, so it is not on all replicas. "
