@@ -3,6 +3,7 @@
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import keras
@@ -15,7 +16,9 @@ from tfdist.patches import patch, replace
 from tfdist.utils.temporary_values import setting
 
 # The values that a running call of a layer has gathered, by the id of their variable.
-_gathered: contextvars.ContextVar[Mapping[int, tf.Tensor]] = contextvars.ContextVar("tfdist_gathered", default={})
+_gathered: contextvars.ContextVar[Mapping[int, tf.Tensor]] = contextvars.ContextVar(
+    "tfdist_gathered", default=MappingProxyType({})
+)
 
 
 class Gathers(Protocol):

@@ -218,12 +218,11 @@ class ShardedUpdate(WholeUpdate):
 
     def _summed(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns the own parts of the sums of gradients, dense or `tf.IndexedSlices`, over the replicas."""
-        by_position = dict(zip(self._parts.positions, gradients, strict=True))
-        # Backpropagation has summed those of weights in parts, where it has computed them.
-        held = {
-            position: by_position.pop(position) for position in list(by_position) if self._parts.is_in_parts(position)
-        }
-        parts = held | self._scattered(by_position)
+        sums, whole = {}, {}
+        for position, gradient in zip(self._parts.positions, gradients, strict=True):
+            # Backpropagation has summed those of weights in parts, where it has computed them.
+            (sums if self._parts.is_in_parts(position) else whole)[position] = gradient
+        parts = sums | self._scattered(whole)
         return [parts[position] for position in self._parts.owned]
 
     def _scattered(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
