@@ -160,6 +160,7 @@ HOOKS = StrategyHooks(
     optimizers=UpdateHooks(_update, apply_once_for_micro_batches, _build),
     sharding=lambda strategy: strategy.state_sharding,
     has_copies=True,
+    are_weights_apart=lambda strategy: strategy.weight_gathers is not None,
     create=lambda strategy, new: None if strategy.weight_gathers is None else strategy.weight_gathers.create(new),
     split_rows=lambda strategy, x: strategy._shard_rows(x),
     keeps_order=keeps_order_of_rows,

@@ -13,12 +13,14 @@ from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH, TFOptimizer, state
 from tfdist.keras_internals.placed_variables import NewValue
 from tfdist.keras_internals.split_slot import Gather, SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
+from tfdist.tensorflow_internals.function_graphs import graphs_around
 from tfdist.utils.temporary_values import setting
 
-# The values that a running call of a layer has gathered, by the id of their variable.
-_gathered: contextvars.ContextVar[Mapping[int, tf.Tensor]] = contextvars.ContextVar(
+# The weights that a running call of a layer has gathered, with their values, by their ids.
+_gathered: contextvars.ContextVar[Mapping[int, tuple["SplitWeight", tf.Tensor]]] = contextvars.ContextVar(
     "tfdist_gathered", default=MappingProxyType({})
 )
+_is_rematerialized = contextvars.ContextVar("tfdist_rematerialized", default=False)
 
 
 class Gathers(Protocol):
@@ -34,7 +36,7 @@ class Gathers(Protocol):
         """Returns the number of the replica that is being traced, among those of this process."""
 
 
-class SplitWeight(SplitSlot):
+class SplitWeight(SplitSlot, keras.Variable):
     """A weight whose flattened values are split over the replicas of all workers, as those of a `SplitSlot`.
 
     Its `value` is a tensor: within a call of its layer what this call has gathered, elsewhere in a step what is
@@ -65,7 +67,7 @@ class SplitWeight(SplitSlot):
     def _whole_value(self) -> tf.Tensor:
         gathered = _gathered.get().get(id(self))
         if gathered is not None:
-            return gathered
+            return gathered[1]
         if is_tracing_shapes():
             return tf.zeros(self._shape, self._dtype)
         if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
@@ -116,21 +118,34 @@ def is_tracing_shapes() -> bool:
     """Whether Keras calls a layer only to know the shapes of its outputs."""
     if tf.executing_eagerly() or stateless_scope() is None:
         return False
-    return str(getattr(tf.compat.v1.get_default_graph(), "name", "")).startswith(SHAPE_GRAPH)
+    graphs = graphs_around(tf.compat.v1.get_default_graph())
+    return any(str(getattr(graph, "name", "")).startswith(SHAPE_GRAPH) for graph in graphs)
 
 
 def with_gathered(weights: Sequence[SplitWeight], values: Sequence[tf.Tensor]) -> AbstractContextManager[None]:
     """Within this context the weights have whole values."""
-    return setting(_gathered, {**_gathered.get(), **dict(zip(map(id, weights), values, strict=True))})
+    new = {id(weight): (weight, value) for weight, value in zip(weights, values, strict=True)}
+    return setting(_gathered, {**_gathered.get(), **new})
 
 
-def computed_dtypes(layer: Any, weights: Sequence[SplitWeight]) -> list[tf.DType]:
+def gathered_weights() -> tuple[list[SplitWeight], list[tf.Tensor]]:
+    """Returns the weights that the running calls of layers have gathered, and their values."""
+    pairs = list(_gathered.get().values())
+    return [weight for weight, _ in pairs], [value for _, value in pairs]
+
+
+def is_rematerialized() -> bool:
+    """Whether a layer is called that backpropagation will call again (`keras.RematScope`)."""
+    return _is_rematerialized.get()
+
+
+def computed_dtypes(layer: Any | None, weights: Sequence[SplitWeight]) -> list[tf.DType]:
     """Returns the dtype in which a layer, or a layer within it, computes with each of its weights.
 
     Where it casts them anyway, they are cast before they are gathered.
     """
     dtypes: dict[int, set[Any]] = {}
-    for inner in layer._flatten_layers():
+    for inner in [] if layer is None else layer._flatten_layers():
         for variable in inner._trainable_variables:
             casts = inner.autocast and variable._autocast
             dtypes.setdefault(id(variable), set()).add(inner.compute_dtype if casts else variable._dtype)
@@ -145,14 +160,30 @@ def computed_dtypes(layer: Any, weights: Sequence[SplitWeight]) -> list[tf.DType
 def patch_split_weights() -> None:
     """Makes layers that are in no other layer gather their split weights when they are called."""
     call_layer, var_key = keras.Layer.__call__, TFOptimizer._var_key
+    get_losses = keras.Layer._get_regularization_losses
 
     @replace(keras.Layer, "__call__")
     def call_with_whole_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights = _weights_to_gather(self)
         if not weights:
             return call_layer(self, *args, **kwargs)
+        if self._remat_mode is not None:  # layers within it gather, each time that it is called
+            with setting(_is_rematerialized, True):
+                return call_layer(self, *args, **kwargs)
         gathers = weights[0]._gathers
         return gathers.call_layer(self, weights, lambda *a, **k: call_layer(self, *a, **k), (args, kwargs))
+
+    @replace(keras.Layer, "_get_regularization_losses")
+    def get_losses_of_gathered(self: Any) -> list[Any]:
+        if not _gathers_now():
+            return get_losses(self)
+        regularized = [weight for weight in self.trainable_weights if weight.regularizer is not None]
+        return [
+            weight._gathers.call_layer(None, [weight], weight.regularizer, ((weight,), {}))
+            if isinstance(weight, SplitWeight)
+            else weight.regularizer(weight)
+            for weight in regularized
+        ]
 
     @replace(TFOptimizer, "_var_key")
     def key_of_part(self: Any, variable: Any) -> Any:
@@ -160,9 +191,17 @@ def patch_split_weights() -> None:
 
 
 def _weights_to_gather(layer: Any) -> list[SplitWeight]:
-    if isinstance(layer, keras.Model) or not layer.built or tf.executing_eagerly() or is_tracing_shapes():
-        return []
-    if tf.distribute.in_cross_replica_context():
-        return []
+    is_unit = not isinstance(layer, keras.Model) and layer.built and _gathers_now()
+    return missing_weights(layer) if is_unit else []
+
+
+def missing_weights(layer: Any) -> list[SplitWeight]:
+    """Returns the split weights of a layer that no running call has gathered."""
     present = _gathered.get()
-    return [one for one in layer.variables if isinstance(one, SplitWeight) and id(one) not in present]
+    return [weight for weight in layer.variables if isinstance(weight, SplitWeight) and id(weight) not in present]
+
+
+def _gathers_now() -> bool:
+    """Whether a step of a replica is being traced."""
+    in_step = not tf.executing_eagerly() and not tf.distribute.in_cross_replica_context()
+    return in_step and not is_tracing_shapes() and stateless_scope() is None

@@ -15,7 +15,13 @@ import tensorflow as tf
 from tfdist.compression.gradient_tensors import zeros_unless
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.keras_internals.placed_variables import NewValue
-from tfdist.keras_internals.split_weight import SplitWeight, computed_dtypes, split_weight, with_gathered
+from tfdist.keras_internals.split_weight import (
+    SplitWeight,
+    computed_dtypes,
+    is_rematerialized,
+    split_weight,
+    with_gathered,
+)
 from tfdist.sharded_state.layout import SpanLayout, Unit, equal_spans
 from tfdist.sharded_state.sharded_update import PartExchange
 from tfdist.sharded_state.state_sharding import StateSharding
@@ -83,10 +89,12 @@ class GraphGathers:
 
     Attributes:
         calls: The calls of layers so far, in the order of the forward pass.
+        last_sums: What this replica got of the sums of the gradients that were exchanged last.
     """
 
     def __init__(self, sharding: StateSharding, local_replica: int, bucket_bytes: int) -> None:
         self.calls: list[LayerCall] = []
+        self.last_sums: list[tf.Tensor] = []
         self._sharding, self._local_replica, self._bucket_bytes = sharding, local_replica, bucket_bytes
         self._replica = sharding.first + local_replica
         self._graph = weakref.ref(tf.compat.v1.get_default_graph())
@@ -154,6 +162,7 @@ class GraphGathers:
         for unit in units:
             of_unit = {index: zeros_unless(contributes, dense[index]) for index in unit.positions}
             sums |= exchange.reduce_scatter(unit, of_unit, None)
+        self.last_sums = list(sums.values())
         return [sums[index] if index in sums else tf.zeros_like(part) for index, part in enumerate(parts)]
 
     def _exchange(
@@ -172,6 +181,8 @@ class LayerCall:
         self._gathers, self._weights = gathers, list(weights)
         self._dtypes = computed_dtypes(layer, weights)
         self._derived: Derived | None = None  # the weights of the forward pass
+        self._inputs: list[tf.Tensor] = []
+        self._begin: list[tf.Tensor] = []  # after these the weights of the next layer are gathered
         self._again: list[tf.Tensor] | None = None
         self._gradients: Sequence[tf.Tensor] = ()  # of the outputs
 
@@ -180,13 +191,18 @@ class LayerCall:
         gathers = self._gathers
         self._inputs = [leaf for leaf in keras.tree.flatten(inputs) if is_symbolic(leaf)]
         # The weights of a layer are requested when the one before it begins, not at once: that would need all memory.
-        before = gathers.calls[-1]._inputs if gathers.calls else self._inputs
+        before = gathers.calls[-1]._begin if gathers.calls else self._inputs
         values = gathers.differentiable(self._weights, self._dtypes, before, self._move)
+        if is_rematerialized():  # backpropagation computes with what the call that it makes has gathered
+            with with_gathered(self._weights, values):
+                return call(*inputs[0], **inputs[1])
         gathers.calls.append(self)
         args, kwargs = _with_gradients(inputs, lambda gradients: self._move())
         with with_gathered(self._weights, values):
             outputs = call(*args, **kwargs)
         self._derived = Derived(values)
+        # A penalty of weights has no inputs: of several of them each waits for the one before it.
+        self._begin = self._inputs or [leaf for leaf in keras.tree.flatten(outputs) if is_symbolic(leaf)]
         return _with_gradients(outputs, self._begin_backward)
 
     def _begin_backward(self, gradients: Sequence[Any]) -> None:
@@ -196,6 +212,8 @@ class LayerCall:
             return
         position = gathers.calls.index(self)
         self._gradients = [gradient for gradient in gradients if is_symbolic(gradient)]
+        if not self._inputs:
+            self._gradients = [*self._gradients, *gathers.last_sums]
         if position < len(gathers.calls) - 1:  # the last one computes with what it has just gathered
             self._gather_again(self._gradients, position)
         if position:
