@@ -14,6 +14,7 @@ from tfdist.keras_internals.placed_variables import NewValue
 from tfdist.keras_internals.split_slot import Gather, SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
 from tfdist.tensorflow_internals.function_graphs import graphs_around
+from tfdist.tensorflow_internals.tensorflow_symbols import may_be_recorded
 from tfdist.utils.temporary_values import setting
 
 # The weights that a running call of a layer has gathered, with their values, by their ids.
@@ -70,6 +71,13 @@ class SplitWeight(SplitSlot, keras.Variable):
             return gathered[1]
         if is_tracing_shapes():
             return tf.zeros(self._shape, self._dtype)
+        if tf.executing_eagerly() and may_be_recorded():
+            raise RuntimeError(
+                "The gradients of weights in parts are computed by compiled steps. Received: a gradient tape that runs "
+                f"eagerly, as with `run_eagerly=True`, and reads {self.path!r}. Expected: `run_eagerly=False`, and "
+                "steps of custom loops within `strategy.run` in a `tf.function`. Compile the step, or create the "
+                "strategy with `shard_optimizer_state=True` in place of `shard_weights=True`."
+            )
         if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
             return self.read_value()
         return self._gathers.read(self)

@@ -70,13 +70,6 @@ class WeightGathers:
         return value
 
     def _of_graph(self) -> "GraphGathers":
-        if tf.executing_eagerly():
-            raise RuntimeError(
-                "Weights in parts are gathered by compiled steps. Received: a step that runs eagerly, under a strategy "
-                "with `shard_weights=True`. Expected: `compile(run_eagerly=False)` without "
-                "`tf.config.run_functions_eagerly(True)`, and custom steps within a `tf.function`. Compile the step, "
-                "or create the strategy with `shard_optimizer_state=True` alone."
-            )
         replica = self.local_replica()
         of_replicas = self._exchanges.setdefault(tf.compat.v1.get_default_graph(), {})
         if replica not in of_replicas:
