@@ -406,12 +406,12 @@ def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_secon
         yield
 
 
-def _local_mode(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool) -> LocalMode | None:
+def _local_mode(mode: Any, shards: Any, *, divides_rows: bool) -> LocalMode | None:
     """Returns the local mode that the argument `mode` demands; `None` if workers exchange in each update.
 
     Raises:
-        ValueError: If it is invalid, or does not work together with `shard_optimizer_state`, or with `load_balancing`
-            or `shares`, one of which is given if `divides_rows`.
+        ValueError: If it is invalid, or does not work together with `shard_optimizer_state` and `shard_weights`, one of
+            which is given if `shards`, or with `load_balancing` or `shares`, one of which is given if `divides_rows`.
     """
     if mode is None or mode == Synchronous():
         return None
@@ -420,11 +420,11 @@ def _local_mode(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool) ->
             f"Invalid `mode` of MultiWorkerMirroredStrategy. Received: mode={mode!r}. Expected: Synchronous(), "
             "LocalSGD(sync_every=...) or DiLoCo(sync_every=...) of `tfdist.strategies`."
         )
-    if shard_optimizer_state:
+    if shards:
         raise ValueError(
-            "`shard_optimizer_state` does not work with local updates: each worker updates all variables by itself, so "
-            f"it needs all slots. Received: shard_optimizer_state={shard_optimizer_state!r} and mode={mode!r}. "
-            "Expected: one of them. Leave `shard_optimizer_state` out, or use `mode=Synchronous()`."
+            "`shard_optimizer_state` and `shard_weights` do not work with local updates: each worker updates all "
+            f"variables by itself, so it needs all slots. Received: one of them and mode={mode!r}. Expected: one of "
+            "the two. Leave `shard_optimizer_state` and `shard_weights` out, or use `mode=Synchronous()`."
         )
     if divides_rows:
         raise ValueError(

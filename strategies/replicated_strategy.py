@@ -135,6 +135,11 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         return replica_count(super().num_replicas_in_sync)
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether weights are requested to be in parts; one replica has all of them."""
+        return self._sharded_state is not None and self._sharded_state.weights
+
+    @property
     def micro_batches(self) -> int:
         """The number of micro-batches into which each replica splits its part of a training step."""
         return 1

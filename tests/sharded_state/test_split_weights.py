@@ -160,7 +160,7 @@ CASES = {
 _SHORT = {"everything", "subclassed", "adversarial", "language model"}
 
 
-def trained(strategy, name, rows=len(ROWS), epochs=1):
+def trained(strategy, name, rows=64, epochs=1):
     """Trains the model of a case; the last batch of 61 rows has fewer than the others."""
     build, optimizer, options = CASES[name]
     with strategy.scope():
@@ -282,7 +282,7 @@ def test_optimizers_of_whole_variables_are_refused(cpus):
     with strategy.scope():
         model = mlp()
         model.compile(optimizers.Lamb(), loss="mse")
-    with pytest.raises(ValueError, match="updates each value by itself. Received: Lamb"):
+    with pytest.raises(ValueError, match="must update each value by itself. Received: Lamb"):
         model.fit(ROWS, TARGETS, 16, verbose=0)
 
 
@@ -291,5 +291,5 @@ def test_eager_steps_are_refused(cpus):
     with strategy.scope():
         model = mlp()
         model.compile("adam", loss="mse", run_eagerly=True)
-    with pytest.raises(RuntimeError, match="Received: a step that runs eagerly"):
+    with pytest.raises(ValueError, match="compiled with `run_eagerly=True`"):
         model.fit(ROWS, TARGETS, 16, verbose=0)

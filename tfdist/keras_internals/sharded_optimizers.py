@@ -35,13 +35,6 @@ class SplitSlots:
         self.is_whole = is_whole
         self._positions = {optimizer._var_key(variable): number for number, variable in enumerate(variables)}
         in_parts = [position for position, variable in enumerate(variables) if isinstance(variable, SplitWeight)]
-        if in_parts and is_whole:
-            raise ValueError(
-                "Weights in parts need an optimizer that updates each value by itself. Received: "
-                f"{type(optimizer).__name__}, under a strategy with `shard_weights=True`. Expected: SGD, Adam, AdamW, "
-                "Adamax, Adagrad, Adadelta, RMSprop, Lion, Ftrl or ScheduleFreeAdamW. Use one of them, or create the "
-                "strategy with `shard_optimizer_state=True` alone."
-            )
         specs = [_spec(optimizer, variable) for variable in variables]
         self.layout = sharding.plan(specs, is_whole=is_whole, in_parts=in_parts)
         self.exact_weights = self._new_exact_weights(optimizer, variables)
@@ -120,6 +113,9 @@ def patch_sharded_optimizers() -> None:
     @replace(TFOptimizer, "build")
     def build_with_layout(self: Any, variables: Any) -> Any:
         strategy = self._distribution_strategy
+        hooks = hooks_of(strategy)
+        if hooks.has_copies and hooks.are_weights_apart(strategy):
+            _check_updates_values(self)
         sharding = (
             None if isinstance(self, keras.optimizers.LossScaleOptimizer) else hooks_of(strategy).sharding(strategy)
         )
@@ -167,6 +163,18 @@ def patch_sharded_optimizers() -> None:
     for name in ("assign", "assign_add", "assign_sub"):
         assign_whole(name)
     _patch_sharded_averages()
+
+
+def _check_updates_values(optimizer: Any) -> None:
+    """Raises an error if an optimizer needs whole variables, and weights are in parts."""
+    leaves_updates = isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer)
+    if not leaves_updates and not is_of_each_value(optimizer):
+        raise ValueError(
+            "With `shard_weights=True` an optimizer must update each value by itself. Received: "
+            f"{type(optimizer).__name__}. Expected: SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion, Ftrl "
+            "or ScheduleFreeAdamW, or a subclass without an update of its own. Use one of them, or create the strategy "
+            "with `shard_optimizer_state=True` alone."
+        )
 
 
 def _name_of(variable: Any) -> str:

@@ -35,6 +35,9 @@ class SplitSlot(Variable):
     from all workers, so all of them have to read it. Within `parts_of_replica` it is the part of that replica.
     """
 
+    _kind = "slot"
+    _remedy = "Read `optimizer.variables` between two steps, or create the strategy without `shard_optimizer_state`."
+
     def __init__(
         self,
         bounds: Sequence[tuple[int, int]],
@@ -117,10 +120,9 @@ class SplitSlot(Variable):
         """Returns the whole value. All workers have to call this, outside of a `tf.function`."""
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "A slot of an optimizer whose state is sharded cannot be read within a function, because no replica "
-                f"holds all of it. Received: {self.path!r}. Expected: a read outside of `tf.function` and "
-                "`strategy.run`, by all workers. Read `optimizer.variables` between two steps, or create the strategy "
-                "without `shard_optimizer_state=True`."
+                f"A {self._kind} in parts cannot be read within a function, because no replica holds all of it. "
+                f"Received: {self.path!r}. Expected: a read outside of `tf.function` and `strategy.run`, by all "
+                f"workers. {self._remedy}"
             )
         lengths = [stop - start for start, stop in self._bounds]
         return tf.reshape(self._gather([tf.reshape(part, [-1]) for part in self._parts], lengths), self._shape)

@@ -45,6 +45,11 @@ class SplitWeight(SplitSlot, keras.Variable):
     """
 
     _gathers: Gathers
+    _kind = "weight"
+    _remedy = (
+        "Functions of `fit`, `evaluate`, `predict` and `strategy.run` gather weights. To export or serve a model, save "
+        "it, and load it without a strategy."
+    )
 
     def hold_parts(
         self,

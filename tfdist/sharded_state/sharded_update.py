@@ -218,7 +218,8 @@ class ShardedUpdate(WholeUpdate):
 
     def _summed(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns the own parts of the sums of gradients, dense or `tf.IndexedSlices`, over the replicas."""
-        sums, whole = {}, {}
+        sums: dict[int, tf.Tensor] = {}
+        whole: dict[int, Any] = {}
         for position, gradient in zip(self._parts.positions, gradients, strict=True):
             # Backpropagation has summed those of weights in parts, where it has computed them.
             (sums if self._parts.is_in_parts(position) else whole)[position] = gradient

@@ -314,6 +314,12 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
             "`with strategy.scope():` block. Move them there. What builds layers later, as `adapt` of a layer or a "
             "`fit` of the model's own, belongs there too."
         )
+    if training and strategy.shards_weights and model.run_eagerly:
+        raise ValueError(
+            "With `shard_weights=True` steps are compiled: gradients of weights in parts are those of gathered ones. "
+            "Received: a model that was compiled with `run_eagerly=True`. Expected: `run_eagerly=False`. Leave it out, "
+            "or create the strategy with `shard_optimizer_state=True` alone."
+        )
     optimizer = model.optimizer if training else None
     if optimizer is not None and not is_made_under(optimizer, strategy):
         raise ValueError(
