@@ -143,7 +143,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             check_elastic_options(
                 communication_options=nccl,
                 overlap_steps=0 if local_mode is None else local_mode.overlap_steps,
-                shard_optimizer_state=shard_optimizer_state or shard_weights,
+                shard_optimizer_state=shard_optimizer_state,
+                shard_weights=shard_weights,
             )
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()

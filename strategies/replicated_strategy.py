@@ -37,7 +37,7 @@ from tfdist.tensorflow_internals.xla_functions import reject_exchange_in_compile
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
-from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
+from tfdist.training.sample_shares import has_samples, is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.training.worker_batches import own_rows
 from tfdist.utils.argument_checks import is_whole_number
@@ -166,7 +166,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
             self.state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
             if self._sharded_state.weights:
                 self.weight_gathers = WeightGathers(
-                    self.state_sharding, self._state_bucket_bytes, self._of_first_worker
+                    self.state_sharding, self._state_bucket_bytes, self._of_first_worker, has_samples
                 )
 
     def _of_first_worker(self, value: tf.Tensor) -> tf.Tensor:

@@ -19,7 +19,13 @@ from tfdist.keras_internals.keras_symbols import (
 )
 from tfdist.keras_internals.layer_calls import refilled
 from tfdist.keras_internals.model_introspection import bound_to
-from tfdist.keras_internals.split_weight import SplitWeight, gathered_weights, missing_weights, with_gathered
+from tfdist.keras_internals.split_weight import (
+    SplitWeight,
+    call_with_whole_weights,
+    gathered_weights,
+    missing_weights,
+    with_gathered,
+)
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import StrategyHooks, has_hooks, hooks_of, of_running_step
 from tfdist.tensorflow_internals.function_graphs import is_symbolic
@@ -129,6 +135,9 @@ def patch_compiled_calls() -> None:
             return make(self, bound_to(self, step_function))
 
     @replace(keras.Layer, "__call__")
+    def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call_with_whole_weights(self, functools.partial(call_compiled_layer, self), args, kwargs)
+
     def call_compiled_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not starts_here(args, kwargs) or not self.built or missing_weights(self):
             return call_layer(self, *args, **kwargs)

@@ -12,7 +12,6 @@ from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 from tfdist.tensorflow_internals.rows_per_replica import has_known_rows
 from tfdist.tensorflow_internals.xla_functions import inlined, python_function_of
-from tfdist.utils.temporary_values import setting_attributes
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
@@ -88,15 +87,6 @@ def patch_predictions() -> None:
     number of this worker's replicas.
     """
     predict, concatenate = TensorFlowTrainer.predict_on_batch, trainer._multi_worker_concat
-    make_function = TensorFlowTrainer.make_predict_function
-
-    @replace(TensorFlowTrainer, "make_predict_function")
-    def make_uncompiled(self: Any, force: bool = False) -> Any:
-        strategy = self.distribute_strategy
-        if not hooks_of(strategy).are_weights_apart(strategy):
-            return make_function(self, force)
-        with setting_attributes(self, jit_compile=False):
-            return make_function(self, force)
 
     @replace(TensorFlowTrainer, "predict_on_batch")
     def predict_rows_once(self: Any, x: Any) -> Any:

@@ -169,22 +169,21 @@ def computed_dtypes(layer: Any | None, weights: Sequence[SplitWeight]) -> list[t
     ]
 
 
+def call_with_whole_weights(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `call(*args, **kwargs)` of a layer, which gathers its split weights if it is in no other layer."""
+    weights = _weights_to_gather(layer)
+    if not weights:
+        return call(*args, **kwargs)
+    if layer._remat_mode is not None:  # layers within it gather, each time that it is called
+        with setting(_is_rematerialized, True):
+            return call(*args, **kwargs)
+    return weights[0]._gathers.call_layer(layer, weights, call, (args, kwargs))
+
+
 @patch
 def patch_split_weights() -> None:
-    """Makes layers that are in no other layer gather their split weights when they are called."""
-    call_layer, var_key = keras.Layer.__call__, TFOptimizer._var_key
-    get_losses = keras.Layer._get_regularization_losses
-
-    @replace(keras.Layer, "__call__")
-    def call_with_whole_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        weights = _weights_to_gather(self)
-        if not weights:
-            return call_layer(self, *args, **kwargs)
-        if self._remat_mode is not None:  # layers within it gather, each time that it is called
-            with setting(_is_rematerialized, True):
-                return call_layer(self, *args, **kwargs)
-        gathers = weights[0]._gathers
-        return gathers.call_layer(self, weights, lambda *a, **k: call_layer(self, *a, **k), (args, kwargs))
+    """Makes penalties of weights in parts gather one after another, and optimizers know such weights."""
+    var_key, get_losses = TFOptimizer._var_key, keras.Layer._get_regularization_losses
 
     @replace(keras.Layer, "_get_regularization_losses")
     def get_losses_of_gathered(self: Any) -> list[Any]:

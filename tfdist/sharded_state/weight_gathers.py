@@ -25,7 +25,6 @@ from tfdist.keras_internals.split_weight import (
 from tfdist.sharded_state.layout import SpanLayout, Unit, equal_spans
 from tfdist.sharded_state.sharded_update import PartExchange
 from tfdist.sharded_state.state_sharding import StateSharding
-from tfdist.strategy_hooks import of_running_step
 from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.moved_consumers import Derived
 
@@ -36,9 +35,20 @@ SMALLEST_SPLIT = 2**14  # values
 class WeightGathers:
     """Splits the weights that are created under one strategy, and gathers them in its steps."""
 
-    def __init__(self, sharding: StateSharding, bucket_bytes: int, broadcast: Callable[[tf.Tensor], tf.Tensor]) -> None:
-        """Splits as `sharding` splits slots; `broadcast` returns the value of worker 0, for initial values."""
-        self._sharding, self._bucket_bytes, self._broadcast = sharding, bucket_bytes, broadcast
+    def __init__(
+        self,
+        sharding: StateSharding,
+        bucket_bytes: int,
+        broadcast: Callable[[tf.Tensor], tf.Tensor],
+        has_samples: Callable[[], Any],
+    ) -> None:
+        """Splits as `sharding` splits slots.
+
+        `broadcast` returns the value of worker 0, for initial values. `has_samples` says whether this replica has
+        samples in the step that is traced, a bool or a bool scalar; `None` outside of a step.
+        """
+        self._sharding, self._bucket_bytes = sharding, bucket_bytes
+        self._broadcast, self._has_samples = broadcast, has_samples
         # Of a graph those of each replica of this process, by its number.
         self._exchanges: weakref.WeakKeyDictionary[Any, dict[int, GraphGathers]] = weakref.WeakKeyDictionary()
 
@@ -66,14 +76,14 @@ class WeightGathers:
 
     def read(self, weight: SplitWeight) -> tf.Tensor:
         """See `Gathers`."""
-        (value,) = self._of_graph().differentiable([weight], [tf.as_dtype(weight._dtype)], ())
+        (value,) = self._of_graph().differentiable([weight], [weight.part.dtype], ())
         return value
 
     def _of_graph(self) -> "GraphGathers":
         replica = self.local_replica()
         of_replicas = self._exchanges.setdefault(tf.compat.v1.get_default_graph(), {})
         if replica not in of_replicas:
-            of_replicas[replica] = GraphGathers(self._sharding, replica, self._bucket_bytes)
+            of_replicas[replica] = GraphGathers(self._sharding, replica, self._bucket_bytes, self._has_samples)
         return of_replicas[replica]
 
 
@@ -85,10 +95,13 @@ class GraphGathers:
         last_sums: What this replica got of the sums of the gradients that were exchanged last.
     """
 
-    def __init__(self, sharding: StateSharding, local_replica: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, sharding: StateSharding, local_replica: int, bucket_bytes: int, has_samples: Callable[[], Any]
+    ) -> None:
         self.calls: list[LayerCall] = []
         self.last_sums: list[tf.Tensor] = []
         self._sharding, self._local_replica, self._bucket_bytes = sharding, local_replica, bucket_bytes
+        self._has_samples = has_samples
         self._replica = sharding.first + local_replica
         self._graph = weakref.ref(tf.compat.v1.get_default_graph())
 
@@ -138,7 +151,7 @@ class GraphGathers:
             for unit in units:
                 own = {index: parts[index] for index in unit.positions if int(parts[index].shape[0])}
                 whole |= exchange.all_gather(unit, own, unit.positions, dtypes[unit.positions[0]])
-            return [tf.reshape(whole[index], weight._shape) for index, weight in enumerate(weights)]
+            return [tf.reshape(whole[index], weight.shape) for index, weight in enumerate(weights)]
 
     def _scatter(
         self, weights: Sequence[SplitWeight], parts: Sequence[tf.Tensor], gradients: Sequence[Any]
@@ -148,7 +161,7 @@ class GraphGathers:
             index: tf.cast(tf.convert_to_tensor(gradient), dtype)
             for index, (gradient, dtype) in enumerate(zip(gradients, dtypes, strict=True))
         }
-        contributes = of_running_step(lambda hooks: hooks.has_samples())
+        contributes = self._has_samples()
         contributes = None if contributes is None or contributes is True else tf.convert_to_tensor(contributes)
         exchange, units = self._exchange(weights, dtypes)
         sums: dict[int, tf.Tensor] = {}
@@ -161,7 +174,7 @@ class GraphGathers:
     def _exchange(
         self, weights: Sequence[SplitWeight], dtypes: Sequence[tf.DType]
     ) -> tuple[PartExchange, Sequence[Unit]]:
-        specs = [tf.TensorSpec(weight._shape, dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
+        specs = [tf.TensorSpec(weight.shape, dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
         layout = SpanLayout.plan_equal(specs, len(self._sharding.replicas), self._bucket_bytes)
         group = self._sharding.reduction(self._local_replica).gradient_group([])
         return PartExchange(layout, group, self._sharding.replicas, self._replica), layout.units

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.function_graphs import PLAIN_CALLS, called_graph
 
-_update_input = private(
+private(
     "tensorflow.python.framework.ops:Operation._update_input",
     "lets backpropagation use weights that are gathered again, so that those of the forward pass are freed",
 )
@@ -47,7 +47,7 @@ class Derived:
         self._follow_calls()
         moved = {source.ref(): value for source, value in zip(self._sources, values, strict=True)}
         for operation, index, tensor in list(self._new_users()):
-            _update_input(operation, index, self._computed(tensor, moved))
+            operation._update_input(index, self._computed(tensor, moved))
 
     def _new_users(self) -> Iterator[tuple[Any, int, tf.Tensor]]:
         for reference, names in self._users.items():
