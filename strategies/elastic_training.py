@@ -25,6 +25,7 @@ _REFUSED = {
     "communication_options": "NCCL has a fixed group of workers",
     "overlap_steps": "an exchange in the background belongs to no step, so it cannot be taken back with one",
     "shard_optimizer_state": "the parts of a lost worker would be lost with it",
+    "shard_weights": "the parts of a lost worker would be lost with it",
 }
 
 

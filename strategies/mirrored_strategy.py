@@ -36,6 +36,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         compression: Compression = None,
         bucket_bytes: int | None = None,
         shard_optimizer_state: bool | ShardedState = False,
+        shard_weights: bool = False,
         communication_options: Any = None,
     ) -> None:
         """Creates the strategy.
@@ -52,13 +53,17 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
             shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
                 the variables only, updates that part, and receives the others. A `ShardedState` has options. See
                 `docs/sharded_state.md`.
+            shard_weights: Whether each replica holds its part of the weights only, and of all slots: those of a layer
+                are gathered when it computes. As `shard_optimizer_state=ShardedState(weights=True)`.
             communication_options: A `tf.distribute.experimental.CommunicationOptions` with the implementation (ring,
                 NCCL) and the timeout. By default NCCL between GPUs, a ring between CPUs and virtual GPUs.
 
         Raises:
             ValueError: An argument is invalid, or the devices cannot reduce with each other.
         """
-        reduction = self._configure(bucket_bytes, communication_options, compression, shard_optimizer_state)
+        reduction = self._configure(
+            bucket_bytes, communication_options, compression, shard_optimizer_state, shard_weights
+        )
         extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()

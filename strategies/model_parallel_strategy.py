@@ -389,7 +389,7 @@ def _failed_stage(error: tf.errors.CancelledError) -> tf.errors.CancelledError:
 HOOKS = StrategyHooks(
     current_step=current_stage_loss,
     is_recomputed=_is_recomputed,
-    is_elsewhere=True,
+    are_weights_apart=lambda strategy: True,
     on_error=_explain,
     create=lambda strategy, new: strategy._create_in_parts(new) if strategy._create_in_parts else None,
 )

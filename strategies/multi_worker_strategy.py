@@ -79,6 +79,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         compression: Compression = None,
         bucket_bytes: int | None = None,
         shard_optimizer_state: bool | ShardedState = False,
+        shard_weights: bool = False,
         start_timeout_seconds: float | None = None,
         micro_batches: int | None = None,
         load_balancing: bool | LoadBalancing = False,
@@ -104,6 +105,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
                 the variables only, updates that part, and receives the others. A `ShardedState` has options. See
                 `docs/sharded_state.md`.
+            shard_weights: Whether each replica holds its part of the weights only, and of all slots: those of a layer
+                are gathered when it computes. As `shard_optimizer_state=ShardedState(weights=True)`.
             start_timeout_seconds: How many seconds the other workers may take to start. By default the value of
                 `tfdist run --start-timeout`, else 300.
             micro_batches: The number of micro-batches into which each replica splits its part of a training step. They
@@ -130,9 +133,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         elastic = is_elastic_run(elastic)
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
-        local_mode = _local_mode(mode, shard_optimizer_state, divides_rows=divides_rows)
+        local_mode = _local_mode(mode, shard_optimizer_state or shard_weights, divides_rows=divides_rows)
         reduction = self._configure(
-            bucket_bytes, communication_options, compression, shard_optimizer_state, joins_workers=True
+            bucket_bytes, communication_options, compression, shard_optimizer_state, shard_weights, joins_workers=True
         )
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         if elastic:
@@ -141,6 +144,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 communication_options=nccl,
                 overlap_steps=0 if local_mode is None else local_mode.overlap_steps,
                 shard_optimizer_state=shard_optimizer_state,
+                shard_weights=shard_weights,
             )
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
@@ -304,6 +308,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             lambda value: EqualOnAllReplicas(list(self.experimental_local_results(value))), results
         )
 
+    def _of_first_worker(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the value of worker 0. All workers call this, eagerly."""
+        boundary = self.extended.boundary
+        if boundary is not None:
+            return boundary.broadcast(value)
+        own = value if self.rank == 0 else tf.zeros_like(value)
+        return value if self.num_workers == 1 else super().reduce("SUM", own)
+
     def _shares_of(
         self, balancing: LoadBalancing | None, shares: Sequence[float] | None, *, process: int
     ) -> RowShares | None:
@@ -395,12 +407,12 @@ def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_secon
         yield
 
 
-def _local_mode(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool) -> LocalMode | None:
+def _local_mode(mode: Any, shards: Any, *, divides_rows: bool) -> LocalMode | None:
     """Returns the local mode that the argument `mode` demands; `None` if workers exchange in each update.
 
     Raises:
-        ValueError: If it is invalid, or does not work together with `shard_optimizer_state`, or with `load_balancing`
-            or `shares`, one of which is given if `divides_rows`.
+        ValueError: If it is invalid, or does not work together with `shard_optimizer_state` and `shard_weights`, one of
+            which is given if `shards`, or with `load_balancing` or `shares`, one of which is given if `divides_rows`.
     """
     if mode is None or mode == Synchronous():
         return None
@@ -409,11 +421,11 @@ def _local_mode(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool) ->
             f"Invalid `mode` of MultiWorkerMirroredStrategy. Received: mode={mode!r}. Expected: Synchronous(), "
             "LocalSGD(sync_every=...) or DiLoCo(sync_every=...) of `tfdist.strategies`."
         )
-    if shard_optimizer_state:
+    if shards:
         raise ValueError(
-            "`shard_optimizer_state` does not work with local updates: each worker updates all variables by itself, so "
-            f"it needs all slots. Received: shard_optimizer_state={shard_optimizer_state!r} and mode={mode!r}. "
-            "Expected: one of them. Leave `shard_optimizer_state` out, or use `mode=Synchronous()`."
+            "`shard_optimizer_state` and `shard_weights` do not work with local updates: each worker updates all "
+            f"variables by itself, so it needs all slots. Received: one of them and mode={mode!r}. Expected: one of "
+            "the two. Leave `shard_optimizer_state` and `shard_weights` out, or use `mode=Synchronous()`."
         )
     if divides_rows:
         raise ValueError(

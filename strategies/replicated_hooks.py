@@ -43,7 +43,7 @@ def _build(optimizer: Any, variables: list[Any]) -> None:
     if tf.executing_eagerly():
         return
     with tf.init_scope():
-        held = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        held = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
         have_values = all(bool(variable.is_initialized()) for variable in held)
     if have_values:
         build_outside_trace(optimizer, variables)
@@ -159,6 +159,8 @@ HOOKS = StrategyHooks(
     optimizers=UpdateHooks(_update, apply_once_for_micro_batches, _build),
     sharding=lambda strategy: strategy.state_sharding,
     has_copies=True,
+    are_weights_apart=lambda strategy: strategy.shards_weights,
+    create=lambda strategy, new: None if strategy.weight_gathers is None else strategy.weight_gathers.create(new),
     split_rows=lambda strategy, x: strategy._shard_rows(x),
     keeps_order=keeps_order_of_rows,
     agree_on_batches=lambda strategy, batches: strategy._max_batches(batches),

@@ -26,6 +26,7 @@ from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.losses.replica_count import replica_count
 from tfdist.sharded_state.state_sharding import ShardedState, StateSharding, sharded_state_of
+from tfdist.sharded_state.weight_gathers import WeightGathers
 from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
@@ -36,7 +37,7 @@ from tfdist.tensorflow_internals.xla_functions import reject_exchange_in_compile
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.metric_totals import MetricTotals
 from tfdist.training.replica_step import check_model, predict_on_replicas, step_on_replicas
-from tfdist.training.sample_shares import is_distributed, note_read_number, rows_of_part, time_wait
+from tfdist.training.sample_shares import has_samples, is_distributed, note_read_number, rows_of_part, time_wait
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.training.worker_batches import own_rows
 from tfdist.utils.argument_checks import is_whole_number
@@ -65,6 +66,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     _builds_locally = False
     has_read_number = False  # whether the user's code has read the number of replicas
     state_sharding: StateSharding | None = None  # how the slots of optimizers are split over the replicas, if they are
+    weight_gathers: WeightGathers | None = None  # likewise weights
     local_updates: LocalUpdates | None = None
 
     def _configure(
@@ -73,6 +75,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         options: Any,
         compression: Compression,
         shards_state: bool | ShardedState,
+        shards_weights: bool,
         *,
         joins_workers: bool = False,
     ) -> Callable[..., ReplicaReduction]:
@@ -89,7 +92,13 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
                 f"Invalid `bucket_bytes`. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, 0 for "
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
             )
-        self._sharded_state = sharded_state_of(shards_state)
+        self._sharded_state = sharded_state_of(shards_state, shards_weights)
+        if self._sharded_state is not None and self._sharded_state.weights and policy.compresses:
+            raise ValueError(
+                "Gradients of weights in parts are summed where backpropagation computes them, uncompressed. Received: "
+                f"compression={compression!r} and `shard_weights`. Expected: one of them. Leave `compression` out, or "
+                "create the strategy with `shard_optimizer_state=True` alone."
+            )
         _check_nccl_has_gpu(options)
         check_collectives(joins=joins_workers)
         patch_keras(ReplicatedStrategy, HOOKS)
@@ -126,6 +135,11 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         return replica_count(super().num_replicas_in_sync)
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether weights are requested to be in parts; one replica has all of them."""
+        return self._sharded_state is not None and self._sharded_state.weights
+
+    @property
     def micro_batches(self) -> int:
         """The number of micro-batches into which each replica splits its part of a training step."""
         return 1
@@ -150,6 +164,14 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         if self._sharded_state is not None and self.num_replicas_in_sync > 1:
             name = f"tfdist/slots/{self._collective_key_base}"
             self.state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
+            if self._sharded_state.weights:
+                self.weight_gathers = WeightGathers(
+                    self.state_sharding, self._state_bucket_bytes, self._of_first_worker, has_samples
+                )
+
+    def _of_first_worker(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the value of worker 0. All workers call this, eagerly."""
+        return value
 
     @property
     def gradient_reduction(self) -> ReplicaReduction:

@@ -41,7 +41,8 @@ class StrategyHooks:
         optimizers: How optimizers update that were created under the strategy.
         sharding: Returns what plans and gathers split slots, or `None` for whole slots.
         has_copies: Whether each replica has a copy of a variable; statements outside of the replicas use the first.
-        is_elsewhere: Whether the weights are on other processes, so that files are written layer by layer.
+        are_weights_apart: Whether no process has all weights, so that files are written layer by layer, and XLA does
+            not compile whole predictions.
         split_rows: Takes an input, too; returns it with its rows distributed over the replicas.
         keeps_order: Whether replicas' parts of a batch are in the order of the replicas.
         agree_on_batches: Takes this worker's number of batches, too (`None`: unknown); returns that of all.
@@ -78,7 +79,7 @@ class StrategyHooks:
     optimizers: UpdateHooks | None = None
     sharding: Callable[[Any], Any] = lambda strategy: None
     has_copies: bool = False
-    is_elsewhere: bool = False
+    are_weights_apart: Callable[[Any], bool] = lambda strategy: False
     split_rows: Callable[[Any, Any], Any] = lambda strategy, x: x
     keeps_order: Callable[[Any], bool] = lambda strategy: False
     agree_on_batches: Callable[[Any, int | None], int | None] = lambda strategy, batches: batches

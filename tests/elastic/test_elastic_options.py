@@ -84,6 +84,10 @@ _REFUSED = {
         "Received: `strategy.run` outside",
     ),
     "`distribute_datasets_from_function`": (_own_data, "`load_balancing`, `shares` and `elastic`"),
+    "`shard_weights=True`": (
+        lambda _: _strategy(shard_weights=True),
+        "`shard_weights` does not work with `elastic`: the parts of a lost worker would be lost",
+    ),
     "`shard_optimizer_state=True`": (
         lambda _: _strategy(shard_optimizer_state=True),
         "`shard_optimizer_state` does not work with `elastic`: the parts of a lost worker would be lost",

@@ -31,8 +31,12 @@ class Stop(keras.callbacks.Callback):
 def interrupted(strategy, folder):
     """Trains until the second step of the second epoch, with checkpoints after every second step."""
     model = sharded_models.compiled(strategy, sharded_models.OPTIMIZERS["resumed"])
+    _fit_until_stopped(model, sharded_models.fit, folder)
+
+
+def _fit_until_stopped(model, fit, folder):
     try:
-        sharded_models.fit(model, callbacks=[Stop(), FailureRecovery(folder, every_steps=2)])
+        fit(model, callbacks=[Stop(), FailureRecovery(folder, every_steps=2)])
     except InterruptedError:
         return
     raise AssertionError("not interrupted")
@@ -51,6 +55,27 @@ def read_alone(model, rank, end):
         return str(error)
     finally:
         end.touch()
+
+
+def weights_in_parts(folder, rank, whole):
+    """Trains, predicts, saves and loads a model whose weights are in parts, and interrupts it; returns what it saw."""
+    parts = MultiWorkerMirroredStrategy(shard_weights=True)
+    for kind, strategy in (("parts", parts), ("whole", whole)):
+        model = sharded_models.wide(strategy)
+        sharded_models.fit_wide(model)
+        predictions = model.predict(sharded_models.WIDE, 16, verbose=0)
+        loss = model.evaluate(sharded_models.WIDE, sharded_models.WIDE[:, :1], 16, verbose=0)
+        np.savez(folder / f"wide-{kind}-{rank}.npz", predictions=predictions, loss=loss, **sharded_models.values(model))
+        if strategy is parts:
+            model.save(folder / f"wide-{rank}.keras")
+            held = [
+                sum(int(part.shape[0]) for part in weight.parts) for weight in model.weights if hasattr(weight, "parts")
+            ]
+    with parts.scope():
+        loaded = keras.models.load_model(folder / f"wide-{rank}.keras")
+    np.savez(folder / f"wide-loaded-{rank}.npz", **sharded_models.values(loaded))
+    _fit_until_stopped(sharded_models.wide(parts), sharded_models.fit_wide, folder / "wide checkpoints")
+    return held
 
 
 def main(folder, *devices):
@@ -84,6 +109,7 @@ def main(folder, *devices):
     interrupted(
         MultiWorkerMirroredStrategy(shard_optimizer_state=ShardedState(accumulators=True)), folder / "checkpoints"
     )
+    seen["held weights"] = weights_in_parts(folder, rank, whole)
     seen["read alone"] = read_alone(loaded, rank, folder / "read")
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
 

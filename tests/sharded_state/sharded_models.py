@@ -1,5 +1,6 @@
 """A small model with dense and sparse gradients, and the optimizers with which tests train it."""
 
+import keras
 import numpy as np
 from keras import optimizers
 from testing.models import numbers_and_words
@@ -11,6 +12,7 @@ NUMBERS = _random.normal(size=(24, 6)).astype("float32")
 WORDS = _random.integers(0, 11, size=(24, 3)).astype("int32")
 TARGETS = NUMBERS.sum(axis=1, keepdims=True) + np.sin(NUMBERS[:, :1])
 BATCH = 8
+WIDE = _random.normal(size=(61, 64)).astype("float32")
 
 
 def everything(steps=2):
@@ -45,6 +47,21 @@ def trained(strategy, optimizer, epochs=2, **arguments):
     model = compiled(strategy, optimizer, **arguments)
     fit(model, epochs)
     return model
+
+
+def wide(strategy):
+    """Returns a model whose kernels are large enough to be split as weights."""
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(256, activation="relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(1)])
+        model.compile(optimizers.Adam(0.001, gradient_accumulation_steps=2, global_clipnorm=1.0), loss="mse")
+    return model
+
+
+def fit_wide(model, epochs=2, **arguments):
+    """Trains four steps an epoch; the last batch has fewer rows."""
+    return model.fit(WIDE, WIDE.sum(1, keepdims=True), 16, epochs, verbose=0, shuffle=False, **arguments)
 
 
 def values(model):

@@ -106,3 +106,33 @@ def test_a_training_resumes_on_another_number_of_replicas(run, cpus, tmp_path, r
     reference = run.arrays("resumed-0.npz")
     for key, value in sharded_models.values(model).items():  # AdamW passes on the relative error of small gradients
         np.testing.assert_allclose(value, reference[key], rtol=2e-5, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_in_parts_train_and_predict_as_whole_ones(run, devices, rank):
+    parts, whole = (run.arrays(f"wide-{kind}-{rank}.npz") for kind in ("parts", "whole"))
+    assert parts.keys() == whole.keys()
+    for key, value in whole.items():
+        # oneDNN fuses other operations; Adam passes on the relative error of small gradients.
+        np.testing.assert_allclose(parts[key], value, rtol=2e-5, atol=2e-5, err_msg=key)
+    for key, value in run.arrays("wide-parts-0.npz").items():
+        np.testing.assert_array_equal(parts[key], value, key)
+    for key, value in run.arrays(f"wide-loaded-{rank}.npz").items():
+        np.testing.assert_array_equal(parts[key], value, key)
+
+
+def test_each_worker_holds_its_part_of_the_weights(run, devices):
+    held = [run.json(f"seen-{rank}.json")["held weights"] for rank in range(len(devices))]
+    assert [sum(of_weight) for of_weight in zip(*held, strict=True)] == [64 * 256, 256 * 256, 256 * 256]
+    assert sum(held[0]) <= 1.01 * (64 + 2 * 256) * 256 * devices[0] / sum(devices)
+
+
+@pytest.mark.parametrize("replicas", [0, 3], ids=["no strategy", "3 replicas"])
+def test_weights_in_parts_resume_on_another_number_of_replicas(run, cpus, tmp_path, replicas):
+    checkpoints = shutil.copytree(run.path("wide checkpoints"), tmp_path / "checkpoints")
+    in_parts = replicas and MirroredStrategy(cpus[:replicas], shard_weights=True)
+    model = sharded_models.wide(in_parts or tf.distribute.get_strategy())
+    sharded_models.fit_wide(model, callbacks=[FailureRecovery(checkpoints)])
+    reference = run.arrays("wide-whole-0.npz")
+    for key, value in sharded_models.values(model).items():  # Adam passes on the relative error of small gradients
+        np.testing.assert_allclose(value, reference[key], rtol=2e-5, atol=2e-5, err_msg=key)

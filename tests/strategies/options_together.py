@@ -9,8 +9,10 @@ import numpy as np
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
+from tfdist.sharded_state import weight_gathers
 from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy
 
+weight_gathers.SMALLEST_SPLIT = 16  # so that those of a small model are split
 _PAGE = Path(__file__).parents[2] / "docs" / "choosing_a_strategy.md"
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(72, 12)).astype("float32")
@@ -25,6 +27,7 @@ def _sgd(**options):
 OPTIONS = {
     '`compression="int8"`': {"strategy": lambda: {"compression": Policy("int8", dense_below=0)}},
     "`shard_optimizer_state=True`": {"strategy": lambda: {"shard_optimizer_state": True}},
+    "`shard_weights=True`": {"strategy": lambda: {"shard_weights": True}},
     "`load_balancing=True`": {"strategy": lambda: {"load_balancing": True}},
     "`shares=[1, 3]`": {"strategy": lambda: {"shares": [1, 3]}},
     "`LocalSGD`": {"strategy": lambda: {"mode": LocalSGD(sync_every=2)}},

@@ -19,6 +19,13 @@ from tfdist.keras_internals.keras_symbols import (
 )
 from tfdist.keras_internals.layer_calls import refilled
 from tfdist.keras_internals.model_introspection import bound_to
+from tfdist.keras_internals.split_weight import (
+    SplitWeight,
+    call_with_whole_weights,
+    gathered_weights,
+    missing_weights,
+    with_gathered,
+)
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import StrategyHooks, has_hooks, hooks_of, of_running_step
 from tfdist.tensorflow_internals.function_graphs import is_symbolic
@@ -128,8 +135,11 @@ def patch_compiled_calls() -> None:
             return make(self, bound_to(self, step_function))
 
     @replace(keras.Layer, "__call__")
+    def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call_with_whole_weights(self, functools.partial(call_compiled_layer, self), args, kwargs)
+
     def call_compiled_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not starts_here(args, kwargs) or not self.built:
+        if not starts_here(args, kwargs) or not self.built or missing_weights(self):
             return call_layer(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_layer, self), args, kwargs, layer=self)
         # Layers inside of a layer that is not compiled may be.
@@ -160,6 +170,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     scope = stateless_scope()
     inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if is_symbolic(leaf)]
     masks = [get_mask(tensor) for tensor in inputs]
+    weights, gathered = gathered_weights()
     layers = [] if layer is None else list(layer._flatten_layers())
     variables = [] if layer is None or scope is None else layer.variables
     returned: list[Any] = []  # the structure of the outputs, with tensors of the function
@@ -167,11 +178,13 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
 
     def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
         inner_args, inner_kwargs = refilled((args, kwargs), is_symbolic, tensors)
-        values = dict(zip(map(id, variables), tensors[len(inputs) :], strict=True))
+        first = len(inputs) + len(weights)
+        values = dict(zip(map(id, variables), tensors[first:], strict=True))
         for tensor, mask in zip(tensors, masks, strict=False):
             if mask is not None:
                 set_mask(tensor, mask)
-        with contextlib.nullcontext() if scope is None else _GivenValues(variables, values) as inner:
+        given = contextlib.nullcontext() if scope is None else _GivenValues(variables, values)
+        with with_gathered(weights, tensors[len(inputs) : first]), given as inner:
             returned[:] = [function(*inner_args, **inner_kwargs)]
         adds_loss = any(flat_layer._losses for flat_layer in layers) or (inner is not None and inner.losses)
         if adds_loss or not all(map(_can_leave, keras.tree.flatten(returned))) or any(map(_keeps_tensor, layers)):
@@ -184,10 +197,11 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
 
     before = [(list(flat_layer._losses), set(flat_layer._loss_ids)) for flat_layer in layers]
     read = layer.trainable_variables if layer is not None and scope is None else []
+    read = [variable for variable in read if not isinstance(variable, SplitWeight)]
     values = [_value_in(scope, variable) for variable in variables]
     called = None
     try:
-        called = call_compiled(traced, inputs, [variable.value.handle for variable in read], values)
+        called = call_compiled(traced, [*inputs, *gathered], [variable.value.handle for variable in read], values)
     finally:
         if called is None:
             for flat_layer, (losses, ids) in zip(layers, before, strict=True):

@@ -171,6 +171,7 @@ private_attributes(
         "_value": "the `tf.Variable`, which is replaced by what a replica or a worker holds",
         "_dtype": "the dtype; `dtype` is another one within autocast",
         "_shape": "the shape before there is a value",
+        "_autocast": "whether layers cast it",
     },
     lambda: keras.Variable([0.0]),
 )

@@ -102,6 +102,7 @@ private_members(
             "_initialize_with_initializer": "creates a complete value for parts",
             "_map_aggregation": "creates a part of a variable as Keras creates the whole",
             "_map_synchronization": "as for _map_aggregation",
+            "_maybe_autocast": "casts a weight that was gathered",
             "_convert_to_tensor": "converts what is assigned to a split slot",
             "_serialize_to_tensors": "saves a `tf.Variable`, which a split slot is not",
             "_shared_name": "likewise names it",
@@ -110,7 +111,10 @@ private_members(
             "_restore_from_tensors": "likewise restores it",
         },
         "keras.src.backend.tensorflow.core": {"remat": "rematerializes a call, and differentiates variables only"},
-        "keras.src.layers.layer:Layer": {"_flatten_layers": "the layers inside of a layer"},
+        "keras.src.layers.layer:Layer": {
+            "_flatten_layers": "the layers inside of a layer",
+            "_get_regularization_losses": "reads all weights at once, also those that are in parts",
+        },
         "keras.src.models.functional:Functional": {"_standardize_inputs": "matches the data with the graph's inputs"},
         "keras.src.ops.function:Function": {"_run_through_graph": "the order of the calls, which is repeated here"},
         "keras.src.saving.saving_lib": {

@@ -40,7 +40,7 @@ class ModelVariable:
 def model_variables(model: Any) -> list[ModelVariable]:
     """Returns all variables of `model`, except those of its metrics, each once."""
     unique: dict[int, ModelVariable] = {}
-    listed = {id(part) for variable in model.variables for part in (variable, variable.value)}
+    listed = {id(part) for variable in model.variables for part in (variable, variable._value)}
     for position, layer in enumerate(model._flatten_layers()):
         # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
         attributes = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
@@ -56,6 +56,11 @@ def model_variables(model: Any) -> list[ModelVariable]:
     remaining = [variable for variable in model.variables if id(variable) not in unique]
     others = [ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(remaining)]
     return [*unique.values(), *others]
+
+
+def is_on_replicas(variable: keras.Variable) -> bool:
+    """Whether each replica has a copy, or a part, of a variable."""
+    return isinstance(variable, SplitSlot) or isinstance(variable._value, tf.distribute.DistributedValues)
 
 
 def components(strategy: Any, variable: Any) -> list[Any]:

@@ -127,7 +127,7 @@ class OptimizerUpdate:
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
-        return [tf.TensorShape(variable.shape) for variable in self.variables]
+        return [tf.TensorShape(getattr(variable, "gradient_shape", variable.shape)) for variable in self.variables]
 
     @property
     def servers_variables(self) -> list[tf.Variable]:

@@ -12,6 +12,7 @@ from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate, reduced_gradients
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
 from tfdist.keras_internals.split_slot import SplitSlot, parts_of_replica
+from tfdist.keras_internals.split_weight import SplitWeight
 from tfdist.keras_internals.updated_values import UpdatedValue
 from tfdist.tensorflow_internals.function_graphs import is_symbolic
 from tfdist.tensorflow_internals.shared_operations import shared_operations
@@ -81,6 +82,16 @@ class PartUpdate:
         values.update(zip(uncompiled, self._updated(uncompiled, self._inputs(uncompiled, gradients)), strict=True))
         return self._average(values) if self._optimizer.use_ema else values
 
+    def is_in_parts(self, position: int) -> bool:
+        """Whether the replica holds a part of a variable, and no copy."""
+        return isinstance(self._optimizer._trainable_variables[position], SplitWeight)
+
+    def assign_parts(self, values: Parts) -> None:
+        """Assigns the new values of parts that the replica holds."""
+        for position, value in values.items():
+            if self.is_in_parts(position):
+                self._copy(position).assign(value)
+
     def assign(self, values: Parts) -> None:
         """Assigns whole values, flat, to the replica's copies of variables."""
         for position, value in values.items():
@@ -110,7 +121,9 @@ class PartUpdate:
         return tf.bfloat16 if position in self._rounded else self.dtype(position)
 
     def _as_part(self, position: int, value: tf.Tensor) -> tf.Tensor:
-        """The replica's part of a whole value."""
+        """The replica's part of a value that it holds."""
+        if self.is_in_parts(position):
+            return value
         span = self._spans[position]
         return tf.reshape(value, [-1])[span.start : span.stop]
 
@@ -127,6 +140,8 @@ class PartUpdate:
 
     def _copy(self, position: int) -> tf.Variable:
         variable = self._optimizer._trainable_variables[position]
+        if isinstance(variable, SplitWeight):
+            return variable.parts[self._local_replica]
         return components(self._strategy, getattr(variable, "_value", variable))[self._local_replica]
 
     def _is_compiled(self, position: int, gradients: Parts, compiles: bool | None) -> bool:

@@ -66,7 +66,8 @@ class NewValue:
     """A variable that is being created, with the attributes of a `tf.Variable`. Its value is computed once.
 
     Attributes:
-        path: The path of the Keras variable.
+        variable: The Keras variable.
+        path: Its path.
         shape: Its shape.
         is_constant: Whether all elements of the value are equal.
         device: Where the complete value is computed; set by whoever creates what holds it.
@@ -76,7 +77,7 @@ class NewValue:
 
     def __init__(self, variable: Any, initializer: Any) -> None:
         """Describes the `tf.Variable` that Keras would create."""
-        self.path, self.shape = variable.path, tf.TensorShape(variable._shape)
+        self.variable, self.path, self.shape = variable, variable.path, tf.TensorShape(variable._shape)
         self.dtype, self.name, self.trainable = tf.as_dtype(variable._dtype), f"{variable.name}:0", variable.trainable
         self.aggregation = variable._map_aggregation(variable.aggregation)
         self.synchronization = variable._map_synchronization(variable.synchronization)

@@ -92,8 +92,8 @@ def patch_saving() -> None:
 
     @replace(_saving, "is_memory_sufficient")
     def is_memory_sufficient(model: Any) -> bool:
-        is_elsewhere = hooks_of(getattr(model, "distribute_strategy", None)).is_elsewhere
-        return not is_elsewhere and bool(stock(model))
+        strategy = getattr(model, "distribute_strategy", None)
+        return not hooks_of(strategy).are_weights_apart(strategy) and bool(stock(model))
 
 
 @patch

@@ -1,5 +1,6 @@
 """Patches for training that a chief schedules on workers: functions of `fit`, metrics, gradients, embedding tables."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, TFOptimizer
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
+from tfdist.utils.temporary_values import setting_attributes
 
 _ATTRIBUTE = "_tfdist_scheduled_training"
 _stock_result = TensorFlowTrainer.get_metrics_result
@@ -59,7 +61,9 @@ def patch_trainer() -> None:
                 earlier = getattr(self, f"{name}_function")
                 if earlier is not None and not force:
                     return earlier
-                make_stock(self, force)
+                is_apart = name == "predict" and hooks.are_weights_apart(self.distribute_strategy)
+                with setting_attributes(self, jit_compile=False) if is_apart else contextlib.nullcontext():
+                    make_stock(self, force)
                 function = getattr(self, f"{name}_function")
                 function = hooks.step_function(self.distribute_strategy, self, name, function)
                 setattr(self, f"{name}_function", function)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
+from tfdist.keras_internals.split_weight import SplitWeight
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 from tfdist.utils.weak_identity_map import WeakIdentityMap
@@ -33,9 +34,11 @@ class SplitSlots:
         self.sharding = sharding
         self.is_whole = is_whole
         self._positions = {optimizer._var_key(variable): number for number, variable in enumerate(variables)}
-        self.layout = sharding.plan([_spec(optimizer, variable) for variable in variables], is_whole=is_whole)
+        in_parts = [position for position, variable in enumerate(variables) if isinstance(variable, SplitWeight)]
+        specs = [_spec(optimizer, variable) for variable in variables]
+        self.layout = sharding.plan(specs, is_whole=is_whole, in_parts=in_parts)
         self.exact_weights = self._new_exact_weights(optimizer, variables)
-        self.is_used = bool(self.exact_weights)
+        self.is_used = bool(self.exact_weights or in_parts)
         self._factors = [
             p for p, candidate in enumerate(variables) if _is_factored(optimizer, candidate) for _ in range(2)
         ]
@@ -51,7 +54,10 @@ class SplitSlots:
 
     def splits_accumulators(self, optimizer: Any, variable: Any) -> bool:
         """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
-        return bool(self.sharding.options.accumulators) and not optimizer._overwrite_variable_with_gradient(variable)
+        options = self.sharding.options
+        return bool(options.accumulators or options.weights) and not optimizer._overwrite_variable_with_gradient(
+            variable
+        )
 
     def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> SplitSlot | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""
@@ -107,6 +113,9 @@ def patch_sharded_optimizers() -> None:
     @replace(TFOptimizer, "build")
     def build_with_layout(self: Any, variables: Any) -> Any:
         strategy = self._distribution_strategy
+        hooks = hooks_of(strategy)
+        if hooks.has_copies and hooks.are_weights_apart(strategy):
+            _check_updates_values(self)
         sharding = (
             None if isinstance(self, keras.optimizers.LossScaleOptimizer) else hooks_of(strategy).sharding(strategy)
         )
@@ -154,6 +163,18 @@ def patch_sharded_optimizers() -> None:
     for name in ("assign", "assign_add", "assign_sub"):
         assign_whole(name)
     _patch_sharded_averages()
+
+
+def _check_updates_values(optimizer: Any) -> None:
+    """Raises an error if an optimizer needs whole variables, and weights are in parts."""
+    leaves_updates = isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer)
+    if not leaves_updates and not is_of_each_value(optimizer):
+        raise ValueError(
+            "With `shard_weights=True` an optimizer must update each value by itself. Received: "
+            f"{type(optimizer).__name__}. Expected: SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion, Ftrl "
+            "or ScheduleFreeAdamW, or a subclass that keeps their update. Use one of them, or create the strategy "
+            "with `shard_optimizer_state=True` alone."
+        )
 
 
 def _name_of(variable: Any) -> str:

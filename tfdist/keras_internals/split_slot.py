@@ -35,6 +35,9 @@ class SplitSlot(Variable):
     from all workers, so all of them have to read it. Within `parts_of_replica` it is the part of that replica.
     """
 
+    _kind = "slot"
+    _remedy = "Read `optimizer.variables` between two steps, or create the strategy without `shard_optimizer_state`."
+
     def __init__(
         self,
         bounds: Sequence[tuple[int, int]],
@@ -58,16 +61,21 @@ class SplitSlot(Variable):
         """
         self._bounds, self._devices, self._first, self._gather = list(bounds), list(devices), first, gather
         self._is_whole = is_whole
-        self._parts: list[tf.Variable] = []
         super().__init__(**more)
 
     def _initialize(self, value: Any) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
-            flat = tf.reshape(tf.convert_to_tensor(value() if callable(value) else value), [-1])
+            self._create_parts(tf.convert_to_tensor(value() if callable(value) else value))
+
+    def _create_parts(self, value: tf.Tensor) -> None:
+        """Creates the parts of this process of a whole value."""
+        flat = tf.reshape(value, [-1])
+        self._parts: list[tf.Variable] = []
         for device, (start, stop) in zip(self._devices, self._own_bounds, strict=True):
             with tf.init_scope(), tf.device(device):
-                part = tf.identity(self._part(flat, start, stop))
-                self._parts.append(ResourceVariable(part, trainable=False, name=self.name))
+                # A slice shares, and would keep, the memory of the whole value.
+                part = tf.raw_ops.DeepCopy(x=tf.identity(self._part(flat, start, stop)))
+                self._parts.append(ResourceVariable(part, trainable=self.trainable, name=self.name))
         self._value = self._parts[0]
 
     def _part(self, flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
@@ -112,10 +120,9 @@ class SplitSlot(Variable):
         """Returns the whole value. All workers have to call this, outside of a `tf.function`."""
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "A slot of an optimizer whose state is sharded cannot be read within a function, because no replica "
-                f"holds all of it. Received: {self.path!r}. Expected: a read outside of `tf.function` and "
-                "`strategy.run`, by all workers. Read `optimizer.variables` between two steps, or create the strategy "
-                "without `shard_optimizer_state=True`."
+                f"A {self._kind} in parts cannot be read within a function, because no replica holds all of it. "
+                f"Received: {self.path!r}. Expected: a read outside of `tf.function` and `strategy.run`, by all "
+                f"workers. {self._remedy}"
             )
         lengths = [stop - start for start, stop in self._bounds]
         return tf.reshape(self._gather([tf.reshape(part, [-1]) for part in self._parts], lengths), self._shape)

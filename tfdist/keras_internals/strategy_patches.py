@@ -12,6 +12,7 @@ from tfdist.keras_internals.saved_files import patch_saving
 from tfdist.keras_internals.scheduled_training import patch_embedding_layers, patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
+from tfdist.keras_internals.split_weight import patch_split_weights
 from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
@@ -38,6 +39,7 @@ def patch_keras(strategy_class: type, hooks: StrategyHooks) -> None:
     patch_optimizer_update_step()
     patch_sharded_optimizers()
     patch_variable_creation()
+    patch_split_weights()
     patch_embedding_layers()
     patch_seed_generators()
     patch_synchronized_moments()

@@ -1,6 +1,6 @@
 """Which replica owns which values of which variable."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -44,8 +44,16 @@ class SpanLayout:
     spans_of: Mapping[int, tuple[Span, ...]]
 
     @classmethod
-    def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
+    def plan(
+        cls,
+        specs: Sequence[tf.TensorSpec],
+        replicas: int,
+        bucket_bytes: int,
+        in_parts: Collection[int] = (),
+    ) -> "SpanLayout":
         """Distributes variables of these shapes and dtypes over `replicas`; see `fill_buckets` for `bucket_bytes`.
+
+        Of those at the positions `in_parts` each replica owns an equal part, as of weights that are in parts.
 
         >>> import tensorflow as tf
         >>> layout = SpanLayout.plan([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
@@ -56,8 +64,12 @@ class SpanLayout:
         """
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
         units, spans = [], dict.fromkeys(range(len(sizes)), (Span(0, 0),) * replicas)
-        for bucket in fill_buckets(specs, bucket_bytes):
-            positions = tuple(position for position in bucket if sizes[position])
+        for position in in_parts:
+            spans[position] = equal_spans(sizes[position], replicas)
+            units.append(Unit((position,), spans[position][0].size))
+        packed = [position for position in range(len(specs)) if position not in in_parts]
+        for bucket in fill_buckets([specs[position] for position in packed], bucket_bytes):
+            positions = tuple(packed[index] for index in bucket if sizes[packed[index]])
             length, offset = -(-sum(sizes[position] for position in positions) // replicas), 0
             if positions:
                 units.append(Unit(positions, length))
@@ -65,6 +77,25 @@ class SpanLayout:
                 bounds = [min(max(part * length - offset, 0), sizes[position]) for part in range(replicas + 1)]
                 spans[position] = tuple(map(Span, bounds, bounds[1:]))
                 offset += sizes[position]
+        return cls(sizes, tuple(units), replicas, spans)
+
+    @classmethod
+    def plan_equal(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
+        """Divides each variable into equal parts; those of a bucket, of `bucket_bytes`, are exchanged together.
+
+        >>> import tensorflow as tf
+        >>> layout = SpanLayout.plan_equal([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
+        >>> layout.units
+        (Unit(positions=(1, 0), part_length=4, is_divided=False),)
+        >>> layout.spans(0)
+        (Span(start=0, stop=2), Span(start=2, stop=3))
+        """
+        sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
+        spans = {position: equal_spans(size, replicas) for position, size in enumerate(sizes)}
+        units = []
+        for bucket in fill_buckets(specs, bucket_bytes):
+            length = sum(spans[position][0].size for position in bucket)
+            units.append(Unit(bucket, length, is_divided=len(bucket) == 1))
         return cls(sizes, tuple(units), replicas, spans)
 
     @classmethod
@@ -100,3 +131,14 @@ class SpanLayout:
     def spans(self, position: int) -> tuple[Span, ...]:
         """The span of the variable at `position` that each replica owns, by its number; empty ones have size 0."""
         return self.spans_of[position]
+
+
+def equal_spans(size: int, replicas: int) -> tuple[Span, ...]:
+    """Returns the part of each replica of a vector; the last ones may be shorter, or empty.
+
+    >>> equal_spans(5, 4)
+    (Span(start=0, stop=2), Span(start=2, stop=4), Span(start=4, stop=5), Span(start=5, stop=5))
+    """
+    length = -(-size // replicas)
+    bounds = [min(replica * length, size) for replica in range(replicas + 1)]
+    return tuple(map(Span, bounds, bounds[1:]))

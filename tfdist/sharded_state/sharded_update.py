@@ -209,7 +209,8 @@ class ShardedUpdate(WholeUpdate):
         """Clips, updates the own parts, and assigns the variables that all replicas have updated."""
         clipped = dict(zip(self._parts.owned, clip(self, gradients), strict=True))
         values = self._parts.rounded(self._parts.apply(clipped, self._compiles))
-        changed = set(self._parts.changed)
+        self._parts.assign_parts(values)
+        changed = {position for position in self._parts.changed if not self._parts.is_in_parts(position)}
         for unit in self._layout.units:
             positions = [position for position in unit.positions if position in changed]
             if positions:
@@ -217,7 +218,12 @@ class ShardedUpdate(WholeUpdate):
 
     def _summed(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns the own parts of the sums of gradients, dense or `tf.IndexedSlices`, over the replicas."""
-        parts = self._scattered(dict(zip(self._parts.positions, gradients, strict=True)))
+        sums: dict[int, tf.Tensor] = {}
+        whole: dict[int, Any] = {}
+        for position, gradient in zip(self._parts.positions, gradients, strict=True):
+            # Backpropagation has summed those of weights in parts, where it has computed them.
+            (sums if self._parts.is_in_parts(position) else whole)[position] = gradient
+        parts = sums | self._scattered(whole)
         return [parts[position] for position in self._parts.owned]
 
     def _scattered(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:

@@ -1,7 +1,8 @@
 """The sharding of a strategy: what of the state of optimizers is split, over which replicas, and gathers of slots."""
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ class ShardedState:
         weights_dtype: "bfloat16": updated weights are sent in this dtype, half of the bytes. All replicas compute with
             these weights, while each keeps its part of the exact ones, to which updates are applied. `None`: the dtype
             of the weights.
+        weights: Whether the weights are split, too, and accumulators (stage 3 of ZeRO): a replica keeps its part of
+            each weight of at least 16,384 values. Those of a layer are gathered before it computes, and again for its
+            backward pass, so a step sends half as much again.
 
     >>> from tfdist.strategies import MirroredStrategy, ShardedState
     >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], shard_optimizer_state=ShardedState(accumulators=True))
@@ -36,8 +40,19 @@ class ShardedState:
 
     accumulators: bool = False
     weights_dtype: str | None = None
+    weights: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weights, bool):
+            raise ValueError(
+                f"Invalid `weights` of a ShardedState. Received: {self.weights!r}. Expected: True or False."
+            )
+        if self.weights and self.weights_dtype is not None:
+            raise ValueError(
+                "Weights in parts are sent in the dtype in which layers compute. Received: "
+                f"ShardedState(weights=True, weights_dtype={self.weights_dtype!r}). Expected: one of them. Leave "
+                "`weights_dtype` out, and use `keras.mixed_precision` to send half of the bytes."
+            )
         if not isinstance(self.accumulators, bool):
             raise ValueError(
                 f"Invalid `accumulators` of a ShardedState. Received: {self.accumulators!r}. Expected: True or False."
@@ -49,14 +64,21 @@ class ShardedState:
             )
 
 
-def sharded_state_of(argument: Any) -> ShardedState | None:
-    """Returns what the argument `shard_optimizer_state` of a strategy demands; `None` if nothing is split.
+def sharded_state_of(argument: Any, shard_weights: Any = False) -> ShardedState | None:
+    """Returns what the arguments `shard_optimizer_state` and `shard_weights` of a strategy demand; `None`: nothing.
 
     Raises:
-        ValueError: If it is invalid.
+        ValueError: If one is invalid.
     """
+    if not isinstance(shard_weights, bool):
+        raise ValueError(
+            f"Invalid `shard_weights`. Received: {shard_weights!r}. Expected: True or False. Pass one of them, and "
+            "options as `shard_optimizer_state=ShardedState(weights=True)`."
+        )
     if isinstance(argument, ShardedState):
-        return argument
+        return dataclasses.replace(argument, weights=argument.weights or shard_weights)
+    if shard_weights and isinstance(argument, bool):
+        return ShardedState(weights=True)
     if not isinstance(argument, bool):
         raise ValueError(
             f"Invalid `shard_optimizer_state`. Received: {argument!r}. Expected: True, False or a "
@@ -170,10 +192,14 @@ class StateSharding:
         meeting = Meeting(name, strategy.rank, strategy.num_workers)
         self.gather = PartGathers(operations.launchers, self.replicas, meeting)
 
-    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> SpanLayout:
-        """Returns the layout of variables of these shapes and dtypes. If `is_whole`, each variable has one owner."""
-        plan = SpanLayout.plan_whole if is_whole else SpanLayout.plan
-        return plan(specs, len(self.replicas), self._bucket_bytes)
+    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool, in_parts: Collection[int] = ()) -> SpanLayout:
+        """Returns the layout of variables of these shapes and dtypes.
+
+        If `is_whole`, each variable has one owner. The weights at the positions `in_parts` are split themselves.
+        """
+        if is_whole:
+            return SpanLayout.plan_whole(specs, len(self.replicas), self._bucket_bytes)
+        return SpanLayout.plan(specs, len(self.replicas), self._bucket_bytes, in_parts)
 
     def reduction(self, local_replica: int) -> ReplicaReduction:
         return self._operations.reductions[local_replica]

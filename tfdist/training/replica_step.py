@@ -28,6 +28,7 @@ from tfdist.keras_internals.model_introspection import (
     set_added_losses,
     step_states,
 )
+from tfdist.keras_internals.model_state import is_on_replicas
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica, filled_samples, is_complete
@@ -304,7 +305,7 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
         ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
     """
     variables = [*model.variables, *model.metrics_variables]
-    stray = next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
+    stray = next((variable for variable in variables if not is_on_replicas(variable)), None)
     if stray is not None:
         raise ValueError(
             "A variable was created outside the strategy's scope, so it is not on all replicas. "
@@ -312,6 +313,12 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
             "metrics (also the ones given to `compile`), the optimizer and `model.compile` within one "
             "`with strategy.scope():` block. Move them there. What builds layers later, as `adapt` of a layer or a "
             "`fit` of the model's own, belongs there too."
+        )
+    if training and strategy.shards_weights and model.run_eagerly:
+        raise ValueError(
+            "With `shard_weights=True` steps are compiled: gradients of weights in parts are those of gathered ones. "
+            "Received: a model that was compiled with `run_eagerly=True`. Expected: `run_eagerly=False`. Leave it out, "
+            "or create the strategy with `shard_optimizer_state=True` alone."
         )
     optimizer = model.optimizer if training else None
     if optimizer is not None and not is_made_under(optimizer, strategy):

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import accepts_zeros, first_input
+from tfdist.keras_internals.split_weight import held_on_replica
 from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.tensorflow_internals.batch_selection import SelectableDataset
 from tfdist.tensorflow_internals.input_pipeline import (
@@ -288,7 +289,7 @@ def _some_weights(model: Any) -> list[tf.Tensor]:
     """Reads weights that stand for all: each read is an operation, and an update changes them in any order."""
     weights = model.trainable_variables if model.built else []
     every = max(1, len(weights) // _WEIGHTS_READ)
-    return [tf.convert_to_tensor(variable.value) for variable in [*weights[::every], *weights[-1:]]]
+    return [tf.convert_to_tensor(held_on_replica(variable)) for variable in [*weights[::every], *weights[-1:]]]
 
 
 def _fraction(rows: Any, total: Any) -> Any:
