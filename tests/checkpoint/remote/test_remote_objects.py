@@ -145,7 +145,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 def test_a_server_that_never_replies_ends_a_request(monkeypatch):
     """s3fs itself waits for ever: a time-out of its settings ends requests that read, but none that writes."""
     require("s3fs")
-    monkeypatch.setattr(remote_objects, "_SHORTEST_REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(remote_requests, "_SHORTEST_REQUEST_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, as a kernel does
         server = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}")
         objects = server.objects("worker", "run", patience_seconds=0.1)
