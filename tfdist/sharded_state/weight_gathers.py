@@ -30,6 +30,7 @@ from tfdist.tensorflow_internals.moved_consumers import Derived
 
 # Smaller weights stay whole on each replica: they are little memory, and each exchange takes time.
 SMALLEST_SPLIT = 2**14  # values
+_IN_GRAPH = "tfdist_gathers"
 
 
 class WeightGathers:
@@ -49,8 +50,6 @@ class WeightGathers:
         """
         self._sharding, self._bucket_bytes = sharding, bucket_bytes
         self._broadcast, self._has_samples = broadcast, has_samples
-        # Of a graph those of each replica of this process, by its number.
-        self._exchanges: weakref.WeakKeyDictionary[Any, dict[int, GraphGathers]] = weakref.WeakKeyDictionary()
 
     def create(self, new: NewValue) -> tf.Variable | None:
         """Returns what holds a weight in parts, or `None` if it stays whole."""
@@ -81,10 +80,13 @@ class WeightGathers:
 
     def _of_graph(self) -> "GraphGathers":
         replica = self.local_replica()
-        of_replicas = self._exchanges.setdefault(tf.compat.v1.get_default_graph(), {})
-        if replica not in of_replicas:
-            of_replicas[replica] = GraphGathers(self._sharding, replica, self._bucket_bytes, self._has_samples)
-        return of_replicas[replica]
+        # They hold tensors of the graph, so a mapping from graphs, even a weak one, would keep every graph.
+        graph = tf.compat.v1.get_default_graph()
+        of_graph: dict[Any, GraphGathers] = getattr(graph, _IN_GRAPH, {})
+        setattr(graph, _IN_GRAPH, of_graph)
+        if (self, replica) not in of_graph:
+            of_graph[self, replica] = GraphGathers(self._sharding, replica, self._bucket_bytes, self._has_samples)
+        return of_graph[self, replica]
 
 
 class GraphGathers:
