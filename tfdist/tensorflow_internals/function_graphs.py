@@ -21,6 +21,11 @@ _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
 )
 
+_ControlFlowGraph, BranchGraph = (
+    private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a branch, or of a loop")
+    for name in ("ControlFlowFuncGraph", "CondBranchFuncGraph")
+)
+
 CONDITIONS = frozenset({"If", "StatelessIf"})
 LOOPS = frozenset({"While", "StatelessWhile"})
 PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -76,6 +81,14 @@ def graphs_around(graph: Any) -> Iterator[Any]:
     while graph is not None:
         yield graph
         graph = getattr(graph, "outer_graph", None)
+
+
+def is_of_trace(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is of the function that is being traced, not of one around it, which may end before."""
+    for graph in graphs_around(tf.compat.v1.get_default_graph()):
+        if graph is tensor.graph or not isinstance(graph, _ControlFlowGraph):
+            return graph is tensor.graph
+    return False
 
 
 def operations_behind(
