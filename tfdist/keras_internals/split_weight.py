@@ -72,7 +72,9 @@ class SplitWeight(SplitSlot, keras.Variable):
 
     def _whole_value(self) -> tf.Tensor:
         if self.is_gathered:
-            return _gathered.get()[id(self)][1][0]
+            value = _gathered.get()[id(self)][1][0]
+            if value.dtype in (self._dtype, self.dtype):  # else gathered in the dtype of a layer that asks for another
+                return value
         if is_tracing_shapes():
             return tf.zeros(self._shape, self._dtype)
         if tf.executing_eagerly() and may_be_recorded():

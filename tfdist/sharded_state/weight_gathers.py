@@ -26,8 +26,9 @@ from tfdist.sharded_state.layout import SpanLayout, Unit, equal_spans
 from tfdist.sharded_state.sharded_update import PartExchange
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategy_hooks import of_running_step
-from tfdist.tensorflow_internals.function_graphs import is_symbolic
-from tfdist.tensorflow_internals.moved_consumers import Derived, count_writes, outside_of_conditions
+from tfdist.tensorflow_internals.function_graphs import count_writes, is_symbolic
+from tfdist.tensorflow_internals.moved_consumers import Derived
+from tfdist.tensorflow_internals.operation_order import outside_of_conditions
 
 # Smaller weights stay whole on each replica: they are little memory, and each exchange takes time.
 SMALLEST_SPLIT = 2**14  # values
@@ -48,10 +49,10 @@ class WeightGathers:
         if not new.trainable or size < SMALLEST_SPLIT or not new.dtype.is_floating:
             return None
         sharding = self._sharding
-        with tf.init_scope(), tf.device("CPU:0"):
-            value = self._broadcast(new.read_value())
         bounds = [(span.start, span.stop) for span in equal_spans(size, len(sharding.replicas))]
-        return split_weight(new, self, value, bounds, sharding.devices, sharding.first, sharding.gather)
+        with tf.init_scope(), tf.device("CPU:0"):  # also in the step that builds a layer when it calls it
+            value = self._broadcast(new.read_value())
+            return split_weight(new, self, value, bounds, sharding.devices, sharding.first, sharding.gather)
 
     def local_replica(self) -> int:
         """See `Gathers`. Outside of replicas the first one."""

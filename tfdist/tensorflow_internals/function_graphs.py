@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -89,6 +89,14 @@ def is_of_trace(tensor: tf.Tensor) -> bool:
         if graph is tensor.graph or not isinstance(graph, _ControlFlowGraph):
             return graph is tensor.graph
     return False
+
+
+def count_writes(variables: Sequence[tf.Variable]) -> int:
+    """Returns how many operations of the graph that is being traced may have written to some variables."""
+    held = {id(variable.handle) for variable in variables}
+    captures = getattr(tf.compat.v1.get_default_graph(), "captures", ())
+    handles = [inner for outer, inner in captures if id(outer) in held]
+    return sum(operation.type != "ReadVariableOp" for handle in handles for operation in handle.consumers())
 
 
 def operations_behind(

@@ -1,13 +1,12 @@
 """Moves operations of a graph from tensors to others with the same values, which are computed later."""
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.function_graphs import PLAIN_CALLS, BranchGraph, called_graph
+from tfdist.tensorflow_internals.function_graphs import PLAIN_CALLS, called_graph
 
 _update_input = private(
     "tensorflow.python.framework.ops:Operation._update_input",
@@ -17,27 +16,6 @@ _create_op = private(
     "tensorflow.python.framework.func_graph:FuncGraph._create_op_internal",
     "computes casts and transposes of these weights again",
 )
-
-
-def count_writes(variables: Sequence[tf.Variable]) -> int:
-    """Returns how many operations of the graph that is being traced may have written to some variables."""
-    held = {id(variable.handle) for variable in variables}
-    captures = getattr(tf.compat.v1.get_default_graph(), "captures", ())
-    handles = [inner for outer, inner in captures if id(outer) in held]
-    return sum(operation.type != "ReadVariableOp" for handle in handles for operation in handle.consumers())
-
-
-@contextlib.contextmanager
-def outside_of_conditions(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """Adds operations that read some variables to the graph around branches of conditions.
-
-    Replicas that choose different branches would exchange different values. A branch that may have written to the
-    variables reads them itself.
-    """
-    with contextlib.ExitStack() as stack:
-        while isinstance(graph := tf.compat.v1.get_default_graph(), BranchGraph) and not count_writes(variables):
-            stack.enter_context(graph.outer_graph.as_default())
-        yield
 
 
 class Derived:
