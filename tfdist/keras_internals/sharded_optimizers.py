@@ -172,8 +172,8 @@ def _check_updates_values(optimizer: Any) -> None:
         raise ValueError(
             "With `shard_weights=True` an optimizer must update each value by itself. Received: "
             f"{type(optimizer).__name__}. Expected: SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion, Ftrl "
-            "or ScheduleFreeAdamW, or a subclass without an update of its own. Use one of them, or create the strategy "
-            "with `shard_optimizer_state=True` alone."
+            "or ScheduleFreeAdamW, or a subclass that does not change their updates. Use one of them, or create the "
+            "strategy with `shard_optimizer_state=True` alone."
         )
 
 

@@ -23,7 +23,7 @@ from tfdist.keras_internals.split_weight import (
     with_gathered,
 )
 from tfdist.sharded_state.layout import SpanLayout, Unit, equal_spans
-from tfdist.sharded_state.sharded_update import PartExchange
+from tfdist.sharded_state.sharded_update import PARTS_OF_SUMS, PartExchange
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategy_hooks import of_running_step
 from tfdist.tensorflow_internals.function_graphs import count_writes, is_symbolic
@@ -168,6 +168,8 @@ class GraphGathers:
             of_unit = {index: zeros_unless(contributes, dense[index]) for index in unit.positions}
             sums |= exchange.reduce_scatter(unit, of_unit, None)
         self.last_sums = list(sums.values())
+        for of_weight in self.last_sums:
+            tf.compat.v1.add_to_collection(PARTS_OF_SUMS, of_weight)
         return [sums[index] if index in sums else tf.zeros_like(part) for index, part in enumerate(parts)]
 
     def _exchange(
