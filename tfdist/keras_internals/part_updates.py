@@ -86,6 +86,9 @@ class PartUpdate:
         """Whether the replica holds a part of a variable, and no copy."""
         return isinstance(self._optimizer._trainable_variables[position], SplitWeight)
 
+    def path(self, position: int) -> str:
+        return str(self._optimizer._trainable_variables[position].path)
+
     def assign_parts(self, values: Parts) -> None:
         """Assigns the new values of parts that the replica holds."""
         for position, value in values.items():

@@ -13,12 +13,12 @@ from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH, TFOptimizer, state
 from tfdist.keras_internals.placed_variables import NewValue
 from tfdist.keras_internals.split_slot import Gather, SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
-from tfdist.tensorflow_internals.function_graphs import graphs_around
+from tfdist.tensorflow_internals.function_graphs import graphs_around, is_of_trace
 from tfdist.tensorflow_internals.tensorflow_symbols import may_be_recorded
 from tfdist.utils.temporary_values import setting
 
-# The weights that a running call of a layer has gathered, with their values, by their ids.
-_gathered: contextvars.ContextVar[Mapping[int, tuple["SplitWeight", tf.Tensor]]] = contextvars.ContextVar(
+# The weights that a running call of a layer has gathered, by their ids, with their values: none after an assignment.
+_gathered: contextvars.ContextVar[Mapping[int, tuple["SplitWeight", list[tf.Tensor]]]] = contextvars.ContextVar(
     "tfdist_gathered", default=MappingProxyType({})
 )
 _is_rematerialized = contextvars.ContextVar("tfdist_rematerialized", default=False)
@@ -71,9 +71,10 @@ class SplitWeight(SplitSlot, keras.Variable):
         return super().value if is_updating_parts() else self._maybe_autocast(self._whole_value())
 
     def _whole_value(self) -> tf.Tensor:
-        gathered = _gathered.get().get(id(self))
-        if gathered is not None:
-            return gathered[1]
+        if self.is_gathered:
+            value = _gathered.get()[id(self)][1][0]
+            if value.dtype in (self._dtype, self.dtype):  # else gathered in the dtype of a layer that asks for another
+                return value
         if is_tracing_shapes():
             return tf.zeros(self._shape, self._dtype)
         if tf.executing_eagerly() and may_be_recorded():
@@ -83,9 +84,15 @@ class SplitWeight(SplitSlot, keras.Variable):
                 "steps of custom loops within `strategy.run` in a `tf.function`. Compile the step, or create the "
                 "strategy with `shard_optimizer_state=True` in place of `shard_weights=True`."
             )
-        if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
+        if tf.executing_eagerly() or not _is_in_replica():
             return self.read_value()
         return self._gathers.read(self)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a running call of a layer has gathered its present value, for the function that is being traced."""
+        _, values = _gathered.get().get(id(self), (self, []))
+        return bool(values) and is_of_trace(values[0])
 
     @property
     def part(self) -> tf.Variable:
@@ -108,6 +115,8 @@ class SplitWeight(SplitSlot, keras.Variable):
         value = self._convert_to_tensor(value, dtype=self._dtype)
         start, stop = self._own_bounds[self._gathers.local_replica()]
         self.part.assign(self._part(tf.reshape(tf.ensure_shape(value, self._shape), [-1]), start, stop))
+        if id(self) in _gathered.get():
+            _gathered.get()[id(self)][1].clear()
         return value
 
 
@@ -137,13 +146,13 @@ def is_tracing_shapes() -> bool:
 
 def with_gathered(weights: Sequence[SplitWeight], values: Sequence[tf.Tensor]) -> AbstractContextManager[None]:
     """Within this context the weights have whole values."""
-    new = {id(weight): (weight, value) for weight, value in zip(weights, values, strict=True)}
+    new = {id(weight): (weight, [value]) for weight, value in zip(weights, values, strict=True)}
     return setting(_gathered, {**_gathered.get(), **new})
 
 
 def gathered_weights() -> tuple[list[SplitWeight], list[tf.Tensor]]:
     """Returns the weights that the running calls of layers have gathered, and their values."""
-    pairs = list(_gathered.get().values())
+    pairs = [(weight, values[0]) for weight, values in _gathered.get().values() if values]
     return [weight for weight, _ in pairs], [value for _, value in pairs]
 
 
@@ -209,11 +218,15 @@ def _weights_to_gather(layer: Any) -> list[SplitWeight]:
 
 def missing_weights(layer: Any) -> list[SplitWeight]:
     """Returns the split weights of a layer that no running call has gathered."""
-    present = _gathered.get()
-    return [weight for weight in layer.variables if isinstance(weight, SplitWeight) and id(weight) not in present]
+    return [weight for weight in layer.variables if isinstance(weight, SplitWeight) and not weight.is_gathered]
+
+
+def _is_in_replica() -> bool:
+    """Whether a replica of a strategy is being traced. A function without a strategy would wait for other replicas."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def _gathers_now() -> bool:
     """Whether a step of a replica is being traced."""
-    in_step = not tf.executing_eagerly() and not tf.distribute.in_cross_replica_context()
+    in_step = not tf.executing_eagerly() and _is_in_replica()
     return in_step and not is_tracing_shapes() and stateless_scope() is None

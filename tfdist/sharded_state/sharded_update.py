@@ -14,11 +14,17 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.part_updates import OwnedUpdate, PartUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots
 from tfdist.sharded_state.layout import SpanLayout, Unit
+from tfdist.tensorflow_internals.function_graphs import user_line
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
 from tfdist.updates.update_engine import WholeUpdate
 
+# The collection of a graph with the replica's parts of sums of gradients of weights in parts.
+PARTS_OF_SUMS = "tfdist_parts_of_sums"
+_OF_LOCAL_GRADIENTS = frozenset(
+    {"ClipByValue", "EuclideanNorm", "L2Loss", "Max", "Maximum", "Mean", "Min", "Minimum", "Sign", "Sum"}
+)
 Tensors = Mapping[int, tf.Tensor]  # by the position of the variable
 
 
@@ -223,6 +229,8 @@ class ShardedUpdate(WholeUpdate):
         for position, gradient in zip(self._parts.positions, gradients, strict=True):
             # Backpropagation has summed those of weights in parts, where it has computed them.
             (sums if self._parts.is_in_parts(position) else whole)[position] = gradient
+        if not tf.executing_eagerly():
+            _check_are_linear({self._parts.path(position): gradient for position, gradient in sums.items()})
         parts = sums | self._scattered(whole)
         return [parts[position] for position in self._parts.owned]
 
@@ -296,3 +304,34 @@ def held_update(update: OptimizerUpdate, context: ReductionContext, compiles: bo
     if slots is None:
         return WholeUpdate(update, context, compiles)
     return ShardedUpdate(update, slots, context, compiles)
+
+
+def _check_are_linear(gradients: Mapping[str, tf.Tensor]) -> None:
+    """Raises an error if a program has clipped or normalized gradients of which each replica has parts of the sums."""
+    sums = tf.compat.v1.get_collection(PARTS_OF_SUMS)
+    reached: set[Any] = set()
+    waiting = list(sums)
+    while waiting:
+        new = set(waiting.pop().consumers()) - reached
+        reached |= new
+        waiting += [output for operation in new for output in operation.outputs]
+    seen = {part.ref() for part in sums}
+    of_paths = list(gradients.items())
+    while of_paths:
+        path, tensor = of_paths.pop()
+        operation = tensor.op
+        if tensor.ref() in seen or operation not in reached:
+            continue
+        seen.add(tensor.ref())
+        if operation.type in _OF_LOCAL_GRADIENTS:
+            raise ValueError(
+                "The gradient of a weight in parts is the replica's part of the sum over all replicas, so a program "
+                f"cannot clip or normalize it. Received: a gradient of {path!r}, changed in {user_line(tensor)}. "
+                "Expected: gradients as the tape returns them, times factors. Let the optimizer clip them "
+                "(`clipnorm`, `global_clipnorm`, `clipvalue`), or create the strategy with "
+                "`shard_optimizer_state=True` alone."
+            )
+        # Of what passes together through one operation only the gradient matters.
+        is_bundle = operation.type == "IdentityN"
+        given = [operation.inputs[tensor.value_index]] if is_bundle else operation.inputs
+        of_paths += [(path, one) for one in given]

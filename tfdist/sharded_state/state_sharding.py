@@ -114,8 +114,8 @@ class Meeting:
                 self._met -= 1
                 key_values.withdraw(f"{key}/{self._rank}")
                 raise RuntimeError(
-                    "A slot of an optimizer whose state is sharded was not read by all workers. Received: no answer of "
-                    f"worker {rank} within {TIMEOUT_SECONDS:g} s. Expected: all workers save the model, or read "
+                    "A slot or weight in parts was not read by all workers. Received: no answer of worker "
+                    f"{rank} within {TIMEOUT_SECONDS:g} s. Expected: all workers save the model, or read weights or "
                     "`optimizer.variables`, at the same step. Call `model.save` on every worker, each with its own "
                     "path."
                 )

@@ -23,10 +23,11 @@ from tfdist.keras_internals.split_weight import (
     with_gathered,
 )
 from tfdist.sharded_state.layout import SpanLayout, Unit, equal_spans
-from tfdist.sharded_state.sharded_update import PartExchange
+from tfdist.sharded_state.sharded_update import PARTS_OF_SUMS, PartExchange
 from tfdist.sharded_state.state_sharding import StateSharding
-from tfdist.tensorflow_internals.function_graphs import is_symbolic
+from tfdist.tensorflow_internals.function_graphs import count_writes, is_symbolic
 from tfdist.tensorflow_internals.moved_consumers import Derived
+from tfdist.tensorflow_internals.operation_order import outside_of_conditions
 
 # Smaller weights stay whole on each replica: they are little memory, and each exchange takes time.
 SMALLEST_SPLIT = 2**14  # values
@@ -57,10 +58,10 @@ class WeightGathers:
         if not new.trainable or size < SMALLEST_SPLIT or not new.dtype.is_floating:
             return None
         sharding = self._sharding
-        with tf.init_scope(), tf.device("CPU:0"):
-            value = self._broadcast(new.read_value())
         bounds = [(span.start, span.stop) for span in equal_spans(size, len(sharding.replicas))]
-        return split_weight(new, self, value, bounds, sharding.devices, sharding.first, sharding.gather)
+        with tf.init_scope(), tf.device("CPU:0"):  # also in the step that builds a layer when it calls it
+            value = self._broadcast(new.read_value())
+            return split_weight(new, self, value, bounds, sharding.devices, sharding.first, sharding.gather)
 
     def local_replica(self) -> int:
         """See `Gathers`. Outside of replicas the first one."""
@@ -71,12 +72,23 @@ class WeightGathers:
 
     def call_layer(self, layer: Any, weights: Sequence[SplitWeight], call: Callable[..., Any], inputs: Any) -> Any:
         """See `Gathers`."""
-        return LayerCall(self._of_graph(), layer, weights).run(call, inputs)
+        graph = tf.compat.v1.get_default_graph()
+        with outside_of_conditions([weight.part for weight in weights]):
+            is_in_branch = tf.compat.v1.get_default_graph() is not graph
+            values = self._values(weights, computed_dtypes(layer, weights)) if is_in_branch else []
+        if not is_in_branch:
+            return LayerCall(self._of_graph(), layer, weights).run(call, inputs)
+        with with_gathered(weights, values):
+            return call(*inputs[0], **inputs[1])
 
     def read(self, weight: SplitWeight) -> tf.Tensor:
         """See `Gathers`."""
-        (value,) = self._of_graph().differentiable([weight], [weight.part.dtype], ())
+        with outside_of_conditions([weight.part]):
+            (value,) = self._values([weight], [weight.part.dtype])
         return value
+
+    def _values(self, weights: Sequence[SplitWeight], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+        return self._of_graph().differentiable(weights, dtypes, ())
 
     def _of_graph(self) -> "GraphGathers":
         replica = self.local_replica()
@@ -171,6 +183,8 @@ class GraphGathers:
             of_unit = {index: zeros_unless(contributes, dense[index]) for index in unit.positions}
             sums |= exchange.reduce_scatter(unit, of_unit, None)
         self.last_sums = list(sums.values())
+        for of_weight in self.last_sums:
+            tf.compat.v1.add_to_collection(PARTS_OF_SUMS, of_weight)
         return [sums[index] if index in sums else tf.zeros_like(part) for index, part in enumerate(parts)]
 
     def _exchange(
@@ -192,6 +206,7 @@ class LayerCall:
         self._inputs: list[tf.Tensor] = []
         self._begin: list[tf.Tensor] = []  # after these the weights of the next layer are gathered
         self._again: list[tf.Tensor] | None = None
+        self._writes = self._count_writes()
         self._gradients: Sequence[tf.Tensor] = ()  # of the outputs
 
     def run(self, call: Callable[..., Any], inputs: Any) -> Any:
@@ -219,6 +234,9 @@ class LayerCall:
         if not gathers.is_present:
             return
         position = gathers.calls.index(self)
+        if self._derived is not None:
+            # A later layer may use weights of this one: its forward pass cannot wait for gradients.
+            self._derived.note_users()
         self._gradients = [gradient for gradient in gradients if is_symbolic(gradient)]
         if not self._inputs:
             self._gradients = [*self._gradients, *gathers.last_sums]
@@ -229,15 +247,24 @@ class LayerCall:
 
     def _gather_again(self, after: Sequence[tf.Tensor], position: int) -> None:
         # Backpropagation rarely needs the weights of the first layer, whose inputs have no gradient; see `_move`.
-        if self._again is None and position:
+        if self._again is None and position and self._derived is not None and not self._is_changed:
+            self._derived.note_users()
             self._again = self._gathers.gather(self._weights, self._dtypes, after)
+
+    def _count_writes(self) -> int:
+        return count_writes([weight.part for weight in self._weights])
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether the weights may have changed since the forward pass, so that its values are needed."""
+        return self._count_writes() != self._writes
 
     def _move(self) -> None:
         """Makes what backpropagation has added use the weights that are gathered again."""
         gathers, derived = self._gathers, self._derived
         if derived is None or not gathers.is_present or gathers.calls[-1] is self:
             return
-        if self._again is None and derived.has_new_users():
+        if self._again is None and derived.has_new_users() and not self._is_changed:
             self._again = gathers.gather(self._weights, self._dtypes, self._gradients)
         if self._again is not None:
             derived.move_new_users(self._again)

@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +20,11 @@ _SymbolicTensor = private("tensorflow.python.framework.ops:SymbolicTensor", "a t
 _cancellation = private("tensorflow.python.eager:cancellation", "ends the call of a function before it runs")
 _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
+)
+
+_ControlFlowGraph, BranchGraph = (
+    private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a branch, or of a loop")
+    for name in ("ControlFlowFuncGraph", "CondBranchFuncGraph")
 )
 
 CONDITIONS = frozenset({"If", "StatelessIf"})
@@ -77,6 +82,22 @@ def graphs_around(graph: Any) -> Iterator[Any]:
     while graph is not None:
         yield graph
         graph = getattr(graph, "outer_graph", None)
+
+
+def is_of_trace(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is of the function that is being traced, not of one around it, which may end before."""
+    for graph in graphs_around(tf.compat.v1.get_default_graph()):
+        if graph is tensor.graph or not isinstance(graph, _ControlFlowGraph):
+            return graph is tensor.graph
+    return False
+
+
+def count_writes(variables: Sequence[tf.Variable]) -> int:
+    """Returns how many operations of the graph that is being traced may have written to some variables."""
+    held = {id(variable.handle) for variable in variables}
+    captures = getattr(tf.compat.v1.get_default_graph(), "captures", ())
+    handles = [inner for outer, inner in captures if id(outer) in held]
+    return sum(operation.type != "ReadVariableOp" for handle in handles for operation in handle.consumers())
 
 
 def operations_behind(

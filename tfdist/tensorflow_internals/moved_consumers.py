@@ -37,6 +37,12 @@ class Derived:
                     known.update(output.ref() for output in new)
                     waiting += new
 
+    def note_users(self) -> None:
+        """Counts all present consumers as those that used the tensors before."""
+        self._follow_calls()
+        for reference in self._users:
+            self._users[reference] = {operation.name for operation in reference.deref().consumers()}
+
     def has_new_users(self) -> bool:
         """Whether operations use one of the tensors that did not do so before."""
         self._follow_calls()

@@ -3,13 +3,14 @@
 import contextvars
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.function_graphs import BranchGraph, count_writes
 from tfdist.utils.temporary_values import setting
 
 _is_ordered = private(
@@ -90,11 +91,27 @@ def reject_loop_in_replica() -> None:
         if isinstance(graph, _LOOPS):
             raise ValueError(
                 "Replicas cannot reduce or update in a loop of the graph where a process has several devices. "
-                "Received: an `all_reduce`, `apply_gradients` or update of metrics in a `tf.while_loop`, or in a `for` "
-                "or `while` over tensors, within the function given to `strategy.run`. Expected: the loop around "
+                "Received: an `all_reduce`, `apply_gradients`, update of metrics or layer with weights in parts, in "
+                "a `tf.while_loop`, or in a `for` or `while` over tensors, within the function given to "
+                "`strategy.run`. Expected: the loop around "
                 "`strategy.run`, a Python `range`, or one device for each process, as `tfdist run --workers N` starts."
             )
         graph = getattr(graph, "outer_graph", None)
+
+
+@contextmanager
+def outside_of_conditions(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Adds operations that read some variables to the graph around branches of conditions.
+
+    Replicas that choose different branches would exchange different values. A branch that may have written to the
+    variables reads them itself.
+    """
+    with ExitStack() as stack:
+        while isinstance(graph := tf.compat.v1.get_default_graph(), BranchGraph):
+            if graph is _graph_of_replicas.get() or count_writes(variables):
+                break
+            stack.enter_context(graph.outer_graph.as_default())
+        yield
 
 
 class OrdersReplicas:
