@@ -44,7 +44,10 @@ def test_invalid_arguments_of_modes(mode, arguments, message):
     [
         ({"mode": Asynchronous()}, "Invalid `mode`"),
         ({"mode": LocalSGD}, "Invalid `mode`"),
-        ({"mode": LocalSGD(), "shard_optimizer_state": True}, "`shard_optimizer_state` does not work"),
+        (
+            {"mode": LocalSGD(), "shard_optimizer_state": True},
+            "`shard_weights` do not work with local updates",
+        ),
         ({"mode": LocalSGD(), "load_balancing": True}, "`load_balancing` and `shares` do not work with local updates"),
         ({"mode": DiLoCo(), "shares": [1, 3]}, "`load_balancing` and `shares` do not work with local updates"),
     ],

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import unittest.mock
 from pathlib import Path
 
 import keras
@@ -12,7 +13,6 @@ from tfdist.compression import Policy
 from tfdist.sharded_state import weight_gathers
 from tfdist.strategies import DiLoCo, LocalSGD, MultiWorkerMirroredStrategy
 
-weight_gathers.SMALLEST_SPLIT = 16  # so that those of a small model are split
 _PAGE = Path(__file__).parents[2] / "docs" / "choosing_a_strategy.md"
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(72, 12)).astype("float32")
@@ -80,7 +80,8 @@ def trained(names, directory=None, *, alone=False):
     if not alone:
         arguments = {key: value for one in added for key, value in one.get("strategy", dict)().items()}
         scope = MultiWorkerMirroredStrategy(**arguments).scope()
-    with scope:
+    # So that the weights of a small model are split.
+    with scope, unittest.mock.patch.object(weight_gathers, "SMALLEST_SPLIT", 16):
         model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(2)])
         optimizer = next((one["optimizer"] for one in added if "optimizer" in one), _sgd())
         model.compile(

@@ -12,8 +12,9 @@ from simulated_objects import Killed
 
 from tfdist.checkpoint import RemoteStoreError, Shard
 from tfdist.checkpoint.errors import SupersededError
-from tfdist.checkpoint.remote import parts, remote_objects
+from tfdist.checkpoint.remote import parts
 from tfdist.checkpoint.remote.remote_store import RemoteStore
+from tfdist.utils import remote_requests
 
 require("s3fs", "moto", "flask")
 
@@ -99,7 +100,7 @@ class _Lives:
 
 @pytest.mark.long
 def test_200_schedules_of_all_faults(server, monkeypatch):
-    monkeypatch.setattr(remote_objects, "_REQUEST_SECONDS", _LIMIT_SECONDS)
+    monkeypatch.setattr(remote_requests, "_REQUEST_SECONDS", _LIMIT_SECONDS)
     before = collections.Counter(server.control()["hits"])
     counts = collections.Counter()
     for seed in range(100, 300):
@@ -116,7 +117,7 @@ def test_200_schedules_of_all_faults(server, monkeypatch):
 
 def test_requests_that_are_executed_when_the_client_has_given_them_up(server, monkeypatch):
     limit = 1.0  # long enough for what is not delayed, also on a busy machine
-    monkeypatch.setattr(remote_objects, "_REQUEST_SECONDS", limit)
+    monkeypatch.setattr(remote_requests, "_REQUEST_SECONDS", limit)
     objects = server.objects("single", "single")
     server.control(rates={}, seed=0, limit_seconds=limit)
     for fault in ("late request", "late reply", "cut off", "lost reply", "after the next owner"):
