@@ -149,6 +149,12 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
         check_workers_run_the_script(spec)
+        if self.shards_weights and options.implementation == _NCCL and peer_addresses(spec, resolver):
+            raise ValueError(
+                "With `shard_weights=True` workers agree on initial weights by tfdist's own exchange. Received: NCCL "
+                "in `communication_options`, with several workers. Expected: one of the two. Leave NCCL out, or create "
+                "the strategy with `shard_optimizer_state=True` alone."
+            )
         limit_seconds = start_timeout_of(start_timeout_seconds)
         if micro_batches is not None:
             check_whole_number("micro_batches", micro_batches, at_least=1)
@@ -311,10 +317,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _of_first_worker(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value of worker 0. All workers call this, eagerly."""
         boundary = self.extended.boundary
-        if boundary is not None:
-            return boundary.broadcast(value)
-        own = value if self.rank == 0 else tf.zeros_like(value)
-        return value if self.num_workers == 1 else super().reduce("SUM", own)
+        return value if boundary is None else boundary.broadcast(value)
 
     def _shares_of(
         self, balancing: LoadBalancing | None, shares: Sequence[float] | None, *, process: int

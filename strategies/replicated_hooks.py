@@ -14,6 +14,7 @@ from tfdist.keras_internals.batch_calls import BatchCalls
 from tfdist.keras_internals.model_introspection import trace_step
 from tfdist.keras_internals.model_state import SEED, WEIGHT, OptimizerState, components, model_variables, optimizers_of
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
+from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies.exchange_start import raise_failed_exchange
 from tfdist.strategy_hooks import StrategyHooks, UpdateHooks
 from tfdist.tensorflow_internals.aborted_collectives import record_failed_step
@@ -43,7 +44,7 @@ def _build(optimizer: Any, variables: list[Any]) -> None:
     if tf.executing_eagerly():
         return
     with tf.init_scope():
-        held = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        held = [held_variable(one) if isinstance(one, keras.Variable) else one for one in variables]
         have_values = all(bool(variable.is_initialized()) for variable in held)
     if have_values:
         build_outside_trace(optimizer, variables)

@@ -1,5 +1,7 @@
 """Weights in parts on the replicas of one process: those of sharded state, their memory, bytes, files and refusals."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from keras import layers, optimizers
 
 from tfdist.keras_internals.keras_symbols import AutocastScope
 from tfdist.keras_internals.split_weight import SplitWeight
-from tfdist.strategies import MirroredStrategy, ShardedState
+from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, ShardedState, replicated_strategy
 
 _random = np.random.default_rng(0)
 ROWS = _random.normal(size=(64, 32)).astype("float32")
@@ -334,6 +336,17 @@ def refused(cpus, **arguments):
 def test_arguments_that_are_refused(cpus, arguments, message):
     with pytest.raises(ValueError, match=message):
         refused(cpus, **arguments)
+
+
+def test_nccl_between_workers_is_refused(cpus, monkeypatch):
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": task}))
+    monkeypatch.setattr(replicated_strategy, "_check_nccl_has_gpu", lambda options: None)
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
+    )
+    with pytest.raises(ValueError, match="Received: NCCL in `communication_options`"):
+        MultiWorkerMirroredStrategy(communication_options=options, shard_weights=True)
 
 
 def test_options_that_are_refused():

@@ -54,10 +54,8 @@ class SplitSlots:
 
     def splits_accumulators(self, optimizer: Any, variable: Any) -> bool:
         """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
-        options = self.sharding.options
-        return bool(options.accumulators or options.weights) and not optimizer._overwrite_variable_with_gradient(
-            variable
-        )
+        is_requested = self.sharding.options.accumulators or self.sharding.options.weights
+        return bool(is_requested) and not optimizer._overwrite_variable_with_gradient(variable)
 
     def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> SplitSlot | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""

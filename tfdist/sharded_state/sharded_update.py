@@ -22,6 +22,7 @@ from tfdist.updates.update_engine import WholeUpdate
 
 # The collection of a graph with the replica's parts of sums of gradients of weights in parts.
 PARTS_OF_SUMS = "tfdist_parts_of_sums"
+# Operations by which programs clip and normalize gradients. Of a part they give something else than of the whole.
 _OF_LOCAL_GRADIENTS = frozenset(
     {"ClipByValue", "EuclideanNorm", "L2Loss", "Max", "Maximum", "Mean", "Min", "Minimum", "Sign", "Sum"}
 )
